@@ -1,0 +1,67 @@
+"""LayerTracer: where a language model executes tasks and where it is fragile, block by block.
+
+Everything public can be reached from here; modules are imported when a name is first used, so that `import tracer`
+and `tracer --help` stay fast.
+
+Example:
+    >>> import tracer
+    >>> model = tracer.load("smollm2-135m-instruct-q4_1", dtype="float32")  # doctest: +SKIP
+    >>> result = tracer.trace(model, "en-capitals")  # doctest: +SKIP
+    >>> print(result.summary())  # doctest: +SKIP
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tracer.errors import HookError, InputError, ModelRefused, TracerError
+    from tracer.models.catalogue import fetch
+    from tracer.models.traced import TracedModel, load
+    from tracer.particle import ParticleRule
+    from tracer.probes import Probe, ProbeSet, read_probes
+    from tracer.results import TraceResult
+    from tracer.tracing import trace
+
+_HOME = {
+    "HookError": "tracer.errors",
+    "InputError": "tracer.errors",
+    "ModelRefused": "tracer.errors",
+    "TracerError": "tracer.errors",
+    "fetch": "tracer.models.catalogue",
+    "TracedModel": "tracer.models.traced",
+    "load": "tracer.models.traced",
+    "ParticleRule": "tracer.particle",
+    "Probe": "tracer.probes",
+    "ProbeSet": "tracer.probes",
+    "read_probes": "tracer.probes",
+    "TraceResult": "tracer.results",
+    "trace": "tracer.tracing",
+}
+
+__all__ = [
+    "HookError",
+    "InputError",
+    "ModelRefused",
+    "ParticleRule",
+    "Probe",
+    "ProbeSet",
+    "TraceResult",
+    "TracedModel",
+    "TracerError",
+    "fetch",
+    "load",
+    "read_probes",
+    "trace",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'tracer' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

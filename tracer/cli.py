@@ -1,0 +1,185 @@
+"""The command line. Heavy modules are imported inside the commands, so that `tracer --help` answers at once."""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import click
+
+from tracer.errors import TracerError
+
+
+class _Refused(click.ClickException):
+    """An error of ours as one line on stderr, with the exit status that its class carries."""
+
+    def __init__(self, error: TracerError):
+        super().__init__(str(error))
+        self.status = error.exit_status
+
+    @property
+    def exit_code(self) -> int:  # type: ignore[override]
+        return self.status
+
+    def show(self, file: Any = None) -> None:
+        click.echo(f"tracer: {' '.join(self.message.split())}", err=True)
+
+
+class _Commands(click.Group):
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except TracerError as error:
+            raise _Refused(error) from error
+
+
+def _model_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of everything that opens a model; they are `load`'s arguments."""
+    options = (
+        click.option("--dtype", help="float32, bfloat16 or float16 (default: as stored)."),
+        click.option("--device", help="Where to put the model, e.g. cpu or cuda."),
+        click.option("--device-map", help="As in transformers, e.g. auto."),
+        click.option("--revision", help="Branch, tag or commit on the hub."),
+        click.option("--trust-remote-code", is_flag=True, help="Run model code that comes with the checkpoint."),
+        click.option("--backend", default="auto", show_default=True, help="How to reach the streams: auto or hooks."),
+        click.option("--quiet", "-q", is_flag=True, help="No progress bars."),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="layertracer", prog_name="tracer")
+def cli() -> None:
+    r"""Find where a language model executes tasks and where it is fragile, block by block.
+
+    \b
+    Start with:
+      tracer fetch smollm2-135m-instruct-q4_1
+      tracer trace smollm2-135m-instruct-q4_1 --probes en-capitals --out runs/capitals
+    """
+
+
+@cli.command()
+@click.argument("model")
+@_model_options
+def check(model: str, quiet: bool, **options: Any) -> None:
+    r"""Open MODEL, print its anatomy and prove that it can be traced exactly.
+
+    MODEL is a catalogue name, a folder, a GGUF file or a Hugging Face id. Exit 0: it can be traced; 1: a check
+    failed; 2: it cannot be opened.
+
+    \b
+    Example:
+      tracer check smollm2-135m-instruct-q4_1
+    """
+    from tracer.models.traced import load
+
+    click.echo(str(load(model, all_checks=True, progress=not quiet, **options)))
+
+
+@cli.command()
+@click.argument("name")
+@click.option("--force", is_flag=True, help="Fetch again although the cache holds it.")
+@click.option("--quiet", "-q", is_flag=True, help="No progress bars.")
+def fetch(name: str, force: bool, quiet: bool) -> None:
+    r"""Fetch the pinned model NAME of the catalogue into the cache and convert it once.
+
+    \b
+    Example:
+      tracer fetch smollm2-135m-instruct-q4_1
+    """
+    from tracer.models.catalogue import fetch as fetch_model
+
+    click.echo(str(fetch_model(name, progress=not quiet, force=force)))
+
+
+@cli.command()
+@click.argument("model")
+@click.option("--probes", default="english", show_default=True, help="Shipped set or collection, JSONL or CSV file.")
+@click.option("--groups", help="Only these groups, separated by commas.")
+@click.option("--limit", type=int, help="Only the first N probes of each group.")
+@click.option(
+    "--ablations",
+    default="zero",
+    show_default=True,
+    help="Of zero (skip), mean, resample, noise, zero_stream, or none.",
+)
+@click.option("--positions", default="all", show_default=True, help="Where ablations act: all, not_first or last.")
+@click.option(
+    "--target", default="single", show_default=True, help="Targets of several tokens: single, first or joint."
+)
+@click.option("--rule", default="first_rise", show_default=True, help="Particle: first_rise, half_final or max_rise.")
+@click.option("--min-rise", default=0.05, show_default=True, help="Smallest rise in probability that counts.")
+@click.option("--rel-rise", default=0.25, show_default=True, help="Smallest rise as a share of the probe's largest.")
+@click.option("--noise-samples", default=8, show_default=True, help="Draws per probe for noise.")
+@click.option("--noise-scale", default=1.0, show_default=True, help="Noise in standard deviations of the contribution.")
+@click.option("--seed", default=0, show_default=True, help="Of donors, noise, permutations and bootstrap.")
+@click.option("--engine", help="onepass or full (default: what the self-check allows).")
+@click.option("--batch-tokens", default=2048, show_default=True, help="Most tokens in one call of a block.")
+@click.option("--out", required=True, help="Folder for the result and its figures.")
+@click.option("--resume", is_flag=True, help="Go on with an interrupted trace; a finished one is shown again.")
+@click.option("--force", is_flag=True, help="Replace the result in --out.")
+@click.option("--skip-bad", is_flag=True, help="Count unusable probes instead of refusing the set.")
+@click.option("--no-figures", is_flag=True, help="Write the numbers only.")
+@_model_options
+def trace(
+    model: str,
+    out: str,
+    no_figures: bool,
+    quiet: bool,
+    groups: str | None,
+    ablations: str,
+    **options: Any,
+) -> None:
+    r"""Trace MODEL on probes: where it executes them (logit lens) and where it is fragile (ablations).
+
+    \b
+    Examples:
+      tracer trace smollm2-135m-instruct-q4_1 --out runs/english
+      tracer trace ./my-model --probes my.jsonl --ablations zero,mean --dtype bfloat16 --out runs/mine
+      tracer trace gemma3-270m-q4_k_m --probes chinese --groups zh-capitals --out runs/zh
+    """
+    from tracer.results import check_free
+    from tracer.tracing import trace as run_trace
+
+    load_options = {key: options.pop(key) for key in _LOAD_OPTIONS}
+    try:
+        # What costs nothing is checked before the model is opened.
+        check_free(_path(out), force=options["force"] or options["resume"])
+        result = run_trace(
+            model,
+            groups=_names(groups),
+            ablations=[] if ablations == "none" else _names(ablations) or [],
+            out=out,
+            progress=not quiet,
+            load_options=load_options,
+            **options,
+        )
+    except KeyboardInterrupt:
+        click.echo(f"\ntracer: interrupted; finished batches are kept, go on with: --out {out} --resume", err=True)
+        sys.exit(130)
+    click.echo(result.summary())
+    if not no_figures:
+        from tracer.plots import save_figures
+
+        save_figures(result, _path(out) / "figures", force=True)
+    click.echo(f"\nsaved in {out}" + ("" if no_figures else f", figures in {_path(out) / 'figures'}"))
+
+
+_LOAD_OPTIONS = ("dtype", "device", "device_map", "revision", "trust_remote_code", "backend")
+
+
+def _names(text: str | None) -> list[str] | None:
+    return None if text is None else [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _path(text: str) -> Any:
+    from pathlib import Path
+
+    return Path(text)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the command line; exits with 0 done, 1 the answer is no, 2 unusable input, 130 interrupted."""
+    cli.main(args=None if args is None else list(args), prog_name="tracer")

@@ -1,0 +1,25 @@
+"""The errors that LayerTracer raises on purpose.
+
+Every message is one line that says what was wrong, the value, and what to pass instead. The command line prints
+it without a traceback and exits with the status that the class carries.
+"""
+
+
+class TracerError(Exception):
+    """Base of all errors raised on purpose."""
+
+    exit_status = 2
+
+
+class InputError(TracerError, ValueError):
+    """Unusable input: a wrong path, a broken line, an unknown name, a contradiction between options."""
+
+
+class ModelRefused(TracerError):
+    """The model was opened but cannot be traced exactly; carries the check that failed and the measured gap."""
+
+    exit_status = 1
+
+
+class HookError(TracerError, RuntimeError):
+    """Something that should have run inside the model did not, or ran more often than it should."""

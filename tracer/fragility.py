@@ -1,0 +1,109 @@
+"""Fragility of a block: how far its ablation moves the model's output.
+
+The Jensen-Shannon divergence of the next-token distributions with and without the ablation, in nats. After
+LayerTracer (arXiv 2604.20556), with intervals, the ceiling and the set of blocks that cannot be told from the largest.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Bool, Float
+
+from tracer.divergence import MAX_JSD
+from tracer.statistics import bootstrap_profile, largest_set
+
+FLAT_RANGE = 1e-6
+"""A profile whose largest and smallest block differ by less (nats) says nothing about blocks."""
+
+CEILING_SHARE = 0.95
+"""A block is at the ceiling when its ablation reaches this share of JSD(clean output, uniform)."""
+
+
+@dataclass(frozen=True)
+class Fragility:
+    """Fragility of every block under one ablation.
+
+    Attributes:
+        kind: the ablation.
+        table: one row per block: `jsd`, `jsd_low`, `jsd_high` (nats, 95 %), `jsd_share` (of ln 2), `jsd_answered`,
+            `log_p_change` (nats, of the target), `kept` (share of answered probes still answered), `at_ceiling`,
+            `fragile`, `fragile_without_first`. Missing where nothing was measured.
+        n: probes.
+        n_answered: answered probes.
+        ceiling: mean JSD(clean output, uniform distribution), nats.
+        fragile: blocks whose paired difference to the largest includes 0.
+        fragile_without_first: the same without block 0, whose value can be an artefact of a small embedding scale.
+        flat: whether the profile is flat, so that its largest block is meaningless.
+        method: how the intervals were made.
+    """
+
+    kind: str
+    table: pd.DataFrame
+    n: int
+    n_answered: int
+    ceiling: float
+    fragile: tuple[int, ...]
+    fragile_without_first: tuple[int, ...]
+    flat: bool
+    method: str
+
+
+def fragility(
+    kind: str,
+    jsd: Float[np.ndarray, "blocks probes"],
+    log_p_change: Float[np.ndarray, "blocks probes"],
+    still_answered: Float[np.ndarray, "blocks probes"],
+    answered: Bool[np.ndarray, "probes"],
+    ceiling: Float[np.ndarray, "probes"],
+    groups: Sequence[str],
+    *,
+    seed: int,
+) -> Fragility:
+    """Summarise the ablations of every block.
+
+    Args:
+        kind: name of the ablation, for labels and seeds.
+        jsd: nats, averaged over noise draws where there are several.
+        log_p_change: log p(target) under the ablation minus without, nats.
+        still_answered: share of draws in which the target is top-1 under the ablation.
+        answered: whether it is without.
+        ceiling: JSD(clean output, uniform) of each probe.
+        groups: group of each probe; with several, intervals resample groups, then probes.
+        seed: of the bootstrap.
+    """
+    n_blocks = len(jsd)
+    values = np.ascontiguousarray(jsd.T)
+    profile = bootstrap_profile(values, groups, seed=seed, label=("fragility", kind))
+    assert profile.mean is not None
+    fragile = largest_set(values, groups, seed=seed, label=("fragile", kind))
+    without = fragile
+    if n_blocks > 1:
+        without = largest_set(values, groups, exclude=(0,), seed=seed, label=("fragile", kind, "without first"))
+    missing = np.full(n_blocks, np.nan)
+    table = pd.DataFrame(
+        {
+            "jsd": profile.mean,
+            "jsd_low": missing if profile.low is None else profile.low,
+            "jsd_high": missing if profile.high is None else profile.high,
+            "jsd_share": profile.mean / MAX_JSD,
+            "jsd_answered": jsd[:, answered].mean(axis=1) if answered.any() else missing,
+            "log_p_change": log_p_change.mean(axis=1),
+            "kept": still_answered[:, answered].mean(axis=1) if answered.any() else missing,
+            "at_ceiling": profile.mean >= CEILING_SHARE * ceiling.mean(),
+            "fragile": np.isin(np.arange(n_blocks), fragile),
+            "fragile_without_first": np.isin(np.arange(n_blocks), without),
+        }
+    )
+    return Fragility(
+        kind=kind,
+        table=table,
+        n=len(values),
+        n_answered=int(answered.sum()),
+        ceiling=float(ceiling.mean()),
+        fragile=fragile,
+        fragile_without_first=without,
+        flat=n_blocks > 1 and bool(np.ptp(profile.mean) < FLAT_RANGE),
+        method=profile.method,
+    )

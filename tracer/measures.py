@@ -1,0 +1,217 @@
+"""From residual streams at the read positions to numbers per probe, one chunk of `[rows, vocab]` at a time.
+
+Depth rows are read by logit lens (nostalgebraist 2020): the model's own tail on `resid[d]`. Variant rows are the
+outputs under an ablation. All log-probabilities, entropies and divergences are in nats.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tracer.divergence import angular_distance, entropy, js_divergence, kl_divergence, log_probs
+from tracer.engine import ReadStreams
+from tracer.models.plain import Adapter
+from tracer.models.streams import unembed
+
+MAX_LOGITS = 1 << 24
+"""Most entries of one chunk of `[rows, vocab]` (float64: 128 MiB)."""
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What is read for each probe of a batch.
+
+    Attributes:
+        probe: `[reads]` the row of the batch that each read belongs to; reads of one probe lie together.
+        tokens: `[reads]` the token that each read should predict; several per probe for joint targets.
+        inputs: `[reads]` the input token at each read position.
+        rivals: `[probes, rivals]` tokens whose probability is kept at every depth, padded by repetition.
+    """
+
+    probe: Tensor
+    tokens: Tensor
+    inputs: Tensor
+    rivals: Tensor
+
+    @property
+    def first_reads(self) -> Tensor:
+        """`[probes]` the read that predicts the first target token of each probe."""
+        new = torch.ones_like(self.probe, dtype=torch.bool)
+        new[1:] = self.probe[1:] != self.probe[:-1]
+        return new.nonzero().flatten()
+
+
+@dataclass(frozen=True)
+class Measures:
+    """Numbers per probe of one batch, or of all. Leading axes: depths 0..L, or variants; last: probes.
+
+    Attributes:
+        log_p: `[depths, probes]` log-probability of the target (sum over its tokens).
+        rival_log_p: `[depths, probes, rivals]` log-probability of other tokens.
+        rank: `[depths, probes]` rank of the target, 1 = top (the worst of its tokens).
+        entropy: `[depths, probes]` of the lens distribution.
+        kl_to_final: `[depths, probes]` KL(lens distribution || output distribution).
+        norm: `[depths, probes]` Euclidean norm of the residual at the position that predicts the target.
+        angle: `[depths, probes]` angular distance to the depth before, in units of pi; 0 at depth 0.
+        answer: `[probes]` the model's top-1 token.
+        ceiling: `[probes]` JSD of the output from the uniform distribution.
+        jsd: `[variants, probes]` JSD of the outputs with and without the ablation.
+        ablated_log_p: `[variants, probes]` log-probability of the target under the ablation.
+        ablated_rank: `[variants, probes]` rank of the target under the ablation.
+        ablated_entropy: `[variants, probes]` entropy of the output under the ablation.
+        ablated_angle: `[variants, probes]` angular distance of the last residual to the clean one, in units of pi.
+    """
+
+    log_p: np.ndarray
+    rival_log_p: np.ndarray
+    rank: np.ndarray
+    entropy: np.ndarray
+    kl_to_final: np.ndarray
+    norm: np.ndarray
+    angle: np.ndarray
+    answer: np.ndarray
+    ceiling: np.ndarray
+    jsd: np.ndarray
+    ablated_log_p: np.ndarray
+    ablated_rank: np.ndarray
+    ablated_entropy: np.ndarray
+    ablated_angle: np.ndarray
+
+    def as_dict(self) -> dict[str, np.ndarray]:
+        """The arrays by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+def measure(adapter: Adapter, streams: ReadStreams, targets: Targets, max_logits: int = MAX_LOGITS) -> Measures:
+    """Unembed every depth and every ablation and reduce to numbers per probe.
+
+    Args:
+        adapter: the opened model.
+        streams: what the engine returned.
+        targets: what to read.
+        max_logits: most entries of one chunk of `[rows, vocab]`.
+    """
+    reducer = _Reducer(targets, len(streams.clean), len(streams.ablated))
+    items = (*streams.clean, *streams.ablated)
+    for reads in _chunks(targets, max_logits // adapter.anatomy.vocab):
+        final = log_probs(_unembed(adapter, streams.clean[-1:], targets, reads)[0])
+        reducer.add_final(final, reads)
+        per_call = max(1, max_logits // (len(reads) * adapter.anatomy.vocab))
+        for start in range(0, len(items), per_call):
+            logits = _unembed(adapter, items[start : start + per_call], targets, reads)
+            for item, rows in enumerate(logits, start):
+                reducer.add(item, log_probs(rows), final, reads)
+    first = targets.first_reads.tolist()
+    clean, ablated = (
+        [rows_of_stream(adapter, stream)[first] for stream in part] for part in (streams.clean, streams.ablated)
+    )
+    nothing = torch.zeros(1, len(first), dtype=torch.float64)
+    return reducer.measures(
+        norm=torch.stack([stream.norm(dim=-1) for stream in clean]),
+        angle=torch.cat([nothing, *(angular_distance(a, b)[None] for a, b in pairwise(clean))]),
+        ablated_angle=torch.cat([nothing[:0], *(angular_distance(clean[-1], x)[None] for x in ablated)]),
+    )
+
+
+def rows_of_stream(adapter: Adapter, stream: Tensor) -> Tensor:
+    """`[reads, d]` float64 on the CPU from a single-position stream of any layout."""
+    where = (adapter.anatomy.batch_dim, adapter.anatomy.position_dim)
+    return stream.movedim(where, (0, 1)).flatten(1).double().cpu()
+
+
+class _Reducer:
+    """Collects numbers per probe from log-probabilities `[reads, vocab]`, item by item.
+
+    Items 0..depths-1 are the lens at a depth, the following ones the output under an ablation.
+    """
+
+    def __init__(self, targets: Targets, depths: int, variants: int):
+        n_probes, n_rivals = targets.rivals.shape
+        self.targets = targets
+        self.depths = depths
+        self.log_p = np.zeros((depths + variants, n_probes))
+        self.rank = np.ones((depths + variants, n_probes), dtype=np.int64)
+        self.entropy = np.zeros((depths + variants, n_probes))
+        self.rival_log_p = np.zeros((depths, n_probes, n_rivals))
+        self.kl_to_final = np.zeros((depths, n_probes))
+        self.jsd = np.zeros((variants, n_probes))
+        self.answer = np.zeros(n_probes, dtype=np.int64)
+        self.ceiling = np.zeros(n_probes)
+
+    def add_final(self, final: Tensor, reads: Sequence[int]) -> None:
+        """The model's own output."""
+        at, probes = self._first(reads)
+        self.answer[probes] = final[at].argmax(-1).cpu().numpy()
+        uniform = torch.full_like(final[:1], -math.log(final.shape[-1]))
+        self.ceiling[probes] = js_divergence(final[at], uniform).cpu().numpy()
+
+    def add(self, item: int, log_p: Tensor, final: Tensor, reads: Sequence[int]) -> None:
+        """One depth or one ablation, for some reads."""
+        index = torch.as_tensor(reads)
+        own = log_p.gather(-1, self.targets.tokens[index, None].to(log_p.device))
+        owners = self.targets.probe[index].numpy()
+        np.add.at(self.log_p[item], owners, own[:, 0].cpu().numpy())
+        np.maximum.at(self.rank[item], owners, (1 + (log_p > own).sum(-1)).cpu().numpy())
+        at, probes = self._first(reads)
+        self.entropy[item, probes] = entropy(log_p[at]).cpu().numpy()
+        if item < self.depths:
+            rivals = log_p[at].gather(-1, self.targets.rivals[probes].to(log_p.device))
+            self.rival_log_p[item, probes] = rivals.cpu().numpy()
+            self.kl_to_final[item, probes] = kl_divergence(log_p[at], final[at]).cpu().numpy()
+        else:
+            self.jsd[item - self.depths, probes] = js_divergence(log_p[at], final[at]).cpu().numpy()
+
+    def measures(self, *, norm: Tensor, angle: Tensor, ablated_angle: Tensor) -> Measures:
+        """Everything collected, with what was measured on the streams themselves."""
+        return Measures(
+            log_p=self.log_p[: self.depths],
+            rival_log_p=self.rival_log_p,
+            rank=self.rank[: self.depths],
+            entropy=self.entropy[: self.depths],
+            kl_to_final=self.kl_to_final,
+            norm=norm.numpy(),
+            angle=angle.numpy(),
+            answer=self.answer,
+            ceiling=self.ceiling,
+            jsd=self.jsd,
+            ablated_log_p=self.log_p[self.depths :],
+            ablated_rank=self.rank[self.depths :],
+            ablated_entropy=self.entropy[self.depths :],
+            ablated_angle=ablated_angle.numpy(),
+        )
+
+    def _first(self, reads: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Places among `reads` that predict a first target token, and the probes that they belong to."""
+        starts = set(self.targets.first_reads.tolist())
+        at = [place for place, read in enumerate(reads) if read in starts]
+        return at, self.targets.probe[[reads[place] for place in at]].tolist()
+
+
+def _chunks(targets: Targets, most_rows: int) -> Iterator[list[int]]:
+    """Split the reads into runs of whole probes with at most half of `most_rows` reads (at least one probe).
+
+    Half, since the final distribution stays in memory beside the chunk that is compared with it.
+    """
+    chunk: list[int] = []
+    for row in range(len(targets.rivals)):
+        own = (targets.probe == row).nonzero().flatten().tolist()
+        if chunk and len(chunk) + len(own) > most_rows // 2:
+            yield chunk
+            chunk = []
+        chunk += own
+    if chunk:
+        yield chunk
+
+
+def _unembed(adapter: Adapter, items: Sequence[Tensor], targets: Targets, reads: Sequence[int]) -> Tensor:
+    """`[items, reads, vocab]` logits."""
+    dim = adapter.anatomy.batch_dim
+    index = torch.as_tensor(reads)
+    stacked = torch.cat([item.index_select(dim, index.to(item.device)) for item in items], dim)
+    logits = unembed(adapter, stacked, targets.inputs[index].repeat(len(items)))
+    return logits.view(len(items), len(reads), -1)

@@ -1,0 +1,231 @@
+"""Any causal language model, driven block by block, with nothing but its own forward.
+
+One primitive serves reading, ablating, resuming, the one-pass engine and the lens: `PlainAdapter.run` runs the
+model's forward and hands every block call to a visitor, which decides what the block receives and what the model gets
+back. The visitor may run the block once, several times on more rows than the model knows of, or not at all.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from tracer.errors import HookError
+from tracer.models.anatomy import Anatomy
+from tracer.models.nested import Path, get, leaves, replaced
+from tracer.models.tokens import TokenBatch
+
+State = tuple[Tensor | None, ...]
+"""The residual stream, followed by what else the blocks carry from one to the next."""
+
+Visitor = Callable[["BlockSite"], State]
+"""Called at every block with its site; returns the state that the model receives as the block's output."""
+
+
+@runtime_checkable
+class Adapter(Protocol):
+    """What the rest of LayerTracer needs of an opened model; every way of opening one provides it."""
+
+    anatomy: Anatomy
+
+    def run(self, batch: TokenBatch, visit: Visitor, *, logits: bool = True) -> Tensor | None:
+        """Run the model's forward with `visit` at every block; see `PlainAdapter.run`."""
+        ...
+
+
+class BlockSite:
+    """One block call, as a visitor sees it.
+
+    Attributes:
+        index: 0-based block number.
+        state: the state that the model hands to the block; `state[0]` is `resid[index]`.
+    """
+
+    def __init__(self, adapter: "PlainAdapter", index: int, module: nn.Module, arguments: dict[str, Any]):
+        anatomy = adapter.anatomy
+        self.index = index
+        self._adapter = adapter
+        self._module = module
+        self._arguments = arguments
+        self._output: Any = None
+        self.state: State = tuple(get(arguments, path) for path in adapter.input_paths)
+        if not isinstance(self.state[0], Tensor):
+            raise HookError(f"block {index} was called without a hidden state at {anatomy.input_path}")
+
+    @property
+    def resid(self) -> Tensor:
+        """The residual stream before this block, `[batch, pos, d_model]` (or the model's own layout)."""
+        assert self.state[0] is not None
+        return self.state[0]
+
+    def run(self, state: State | None = None, copies: int = 1) -> State:
+        """Run the block, its own hooks included, and return its output state.
+
+        Args:
+            state: what the block receives; default the model's own. With `copies` = n it holds n times as many rows,
+                copy after copy; all other arguments (masks, positions) are repeated to match.
+            copies: how many times the model's batch `state` holds.
+        """
+        values = dict(zip(self._adapter.input_paths, state or self.state, strict=True))
+        if copies > 1:
+            values |= self._repeated(copies, values.keys())
+        arguments = replaced(self._arguments, values)
+        output = self._adapter.call(self._module, arguments)
+        if copies == 1:
+            self._output = output
+        return tuple(get(output, path) for path in self._adapter.output_paths)
+
+    def output(self, state: State) -> Any:
+        """The block's output with `state` in its places; its other parts are the block's own or, unrun, None."""
+        template = self._output if self._output is not None else self._adapter.templates[self.index]
+        return replaced(template, dict(zip(self._adapter.output_paths, state, strict=True)))
+
+    def _repeated(self, copies: int, given: Any) -> dict[Path, Tensor]:
+        known = self._adapter.anatomy.calls[self.index].argument_batch_dims
+        repeated = {}
+        for path, tensor in leaves(self._arguments):
+            if path in given:
+                continue
+            if path not in known:
+                raise HookError(f"block {self.index} received an argument that the probe did not see: {path}")
+            dim = known[path]
+            if dim is not None and (tensor.shape[dim] > 1 or self.resid.shape[self._adapter.anatomy.batch_dim] == 1):
+                repeated[path] = torch.cat([tensor] * copies, dim)
+        return repeated
+
+
+class _Stop(Exception):
+    """Ends a forward after its last block, when nobody wants its logits."""
+
+
+class PlainAdapter:
+    """A live Hugging Face model opened with plain interception of its block calls; the model is not changed.
+
+    Args:
+        model: the model, in eval mode.
+        anatomy: where its residual stream runs.
+        outputs: one recorded output per block call, as templates for blocks that are not run.
+    """
+
+    def __init__(self, model: nn.Module, anatomy: Anatomy, outputs: Sequence[Any]):
+        self.model = model
+        self.anatomy = anatomy
+        self.input_paths = (anatomy.input_path, *(into for _, into in anatomy.carried))
+        self.output_paths = (anatomy.output_path, *(out for out, _ in anatomy.carried))
+        # Only the structure is kept: every tensor that is not part of the state becomes None.
+        self.templates = [replaced(output, {path: None for path, _ in leaves(output)}) for output in outputs]
+        modules = dict(model.named_modules())
+        self._blocks = [modules[call.module] for call in anatomy.calls]
+        self._running = False
+
+    def run(self, batch: TokenBatch, visit: Visitor, *, logits: bool = True) -> Tensor | None:
+        """Run the model's forward on `batch` with `visit` at every block.
+
+        Args:
+            batch: the tokens, `[batch, pos]`.
+            visit: called with a `BlockSite` at every block call, in order; what it returns goes to the model.
+            logits: False ends the forward after the last block (and returns None), which saves the unembedding.
+
+        Returns:
+            The model's logits `[batch, pos, vocab]`, or None.
+
+        Raises:
+            HookError: a block was not called, or called more often than in the probe.
+        """
+        expected, seen = self.anatomy.calls, 0
+
+        def intercept(module: nn.Module, arguments: dict[str, Any]) -> Any:
+            nonlocal seen
+            if seen >= len(expected):
+                raise HookError(f"more than the {len(expected)} block calls of the probe: {type(module).__name__}")
+            site = BlockSite(self, seen, module, arguments)
+            seen += 1
+            output = site.output(visit(site))
+            if seen == len(expected) and not logits:
+                raise _Stop
+            return output
+
+        result = None
+        with self._intercepted(intercept), suppress(_Stop):
+            result = forward_logits(self.model, batch)
+        if seen != len(expected):
+            raise HookError(
+                f"{seen} of {len(expected)} block calls were seen: the model did not run its blocks as in the probe"
+            )
+        return result
+
+    def call(self, module: nn.Module, arguments: dict[str, Any]) -> Any:
+        """Call a block as the model would, with the hooks that its owner put on it."""
+        self._running = True
+        try:
+            return type(module)._call_impl(module, *arguments["args"], **arguments["kwargs"])
+        finally:
+            self._running = False
+
+    @contextmanager
+    def _intercepted(self, intercept: Callable[[nn.Module, dict[str, Any]], Any]) -> Iterator[None]:
+        """Route the calls of the blocks through `intercept`, on these module objects only, until the context ends.
+
+        The call itself is replaced, not `forward` and not by hooks: a block that is passed through must not run its
+        owner's hooks, and one that is run on more rows must run them on all of these.
+        """
+        blocks = set(self._blocks)
+
+        def route(block: nn.Module) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if self._running:  # a block inside a block, called by the outer one
+                    return type(block)._call_impl(block, *args, **kwargs)
+                return intercept(block, {"args": args, "kwargs": kwargs})
+
+            return call
+
+        taken = [block for block in blocks if "_call_impl" in block.__dict__]
+        if taken:
+            raise HookError(
+                f"the calls of {type(taken[0]).__name__} are already intercepted; a trace inside another trace of "
+                "the same model is not possible"
+            )
+        try:
+            for block in blocks:
+                block.__dict__["_call_impl"] = route(block)
+            yield
+        finally:
+            for block in blocks:
+                block.__dict__.pop("_call_impl", None)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode and no gradients while inside; every module's own mode is restored."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def forward_logits(model: nn.Module, batch: TokenBatch) -> Tensor:
+    """The model's logits `[batch, pos, vocab]` for right-padded tokens, without cache; only what its forward takes."""
+    accepted = inspect.signature(model.forward).parameters
+    anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
+    device = _input_device(model)
+    arguments: dict[str, Any] = {"input_ids": batch.ids.to(device)}
+    if "attention_mask" in accepted or anything:
+        arguments["attention_mask"] = batch.mask.to(device)
+    if "use_cache" in accepted or anything:
+        arguments["use_cache"] = False
+    output = model(**arguments)
+    logits = getattr(output, "logits", None)
+    return logits if isinstance(logits, Tensor) else output[0]
+
+
+def _input_device(model: nn.Module) -> torch.device:
+    """Where the model wants its tokens; offloaded weights are on `meta` and accelerate's hooks move the input."""
+    devices = (p.device for p in model.parameters() if p.device.type != "meta")
+    return next(devices, torch.device("cpu"))

@@ -1,0 +1,251 @@
+"""Proof on the opened model itself that its streams are what we say they are; refuse it otherwise.
+
+The checks cost about five and a half forwards of a 3 x 11-token probe, recording included.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tracer.errors import ModelRefused
+from tracer.models.anatomy import PROBE_LENGTH, PROBE_ROWS, SECOND_LENGTH, SECOND_ROWS, locate, recorded_calls
+from tracer.models.nested import get
+from tracer.models.plain import Adapter, BlockSite, PlainAdapter, State, evaluating, forward_logits
+from tracer.models.streams import (
+    concatenated,
+    positions_of,
+    read_streams,
+    resume,
+    rows_of,
+    state_batch_dims,
+    unembed,
+)
+from tracer.models.tokens import TokenBatch
+
+MAX_GAP = 1e-4
+"""Largest difference of log-probabilities that a check accepts in float32 and float64 (nats)."""
+
+Engine = Literal["onepass", "full"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check: the largest difference of log-probabilities found (nats) and the limit that it is held to."""
+
+    name: str
+    gap: float
+    limit: float
+    proves: str
+
+    @property
+    def passed(self) -> bool:
+        """Whether the gap is within the limit."""
+        return self.gap <= self.limit
+
+    def __str__(self) -> str:
+        verdict = "ok  " if self.passed else "FAIL"
+        return f"{verdict} {self.name:<11} gap {self.gap:.1e} (limit {self.limit:.1e})  {self.proves}"
+
+
+@dataclass(frozen=True)
+class SelfCheck:
+    """All checks of one model and the engine that they allow."""
+
+    checks: tuple[Check, ...]
+    engine: Engine
+    reason: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for `run.json`."""
+        checks = [{"name": c.name, "gap": c.gap, "limit": c.limit, "passed": c.passed} for c in self.checks]
+        return {"engine": self.engine, "reason": self.reason, "checks": checks}
+
+    def __str__(self) -> str:
+        return "\n".join([*map(str, self.checks), f"engine: {self.engine} ({self.reason})"])
+
+
+def open_plain(model: PreTrainedModel, *, all_depths: bool = False) -> tuple[PlainAdapter, SelfCheck]:
+    """Find the anatomy of a live model, check it and return the adapter.
+
+    Args:
+        model: a causal language model.
+        all_depths: resume from every depth instead of three.
+
+    Raises:
+        ModelRefused: the model cannot be traced; names the check that failed and the measured gap.
+    """
+    first, second = _probes(model)
+    with evaluating(model):
+        modules = {name: module for name, module in model.named_modules() if name}
+        with recorded_calls(modules) as calls:
+            logits = forward_logits(model, first)
+        with recorded_calls(modules) as again:
+            logits_again = forward_logits(model, second)
+        anatomy = locate(model, calls, again, logits.shape[-1])
+        names = {call.module for call in anatomy.calls}
+        adapter = PlainAdapter(model, anatomy, [call.output for call in calls if call.name in names])
+        recorded = [get(call.arguments, anatomy.input_path) for call in calls if call.name in names]
+        check = self_check(adapter, first, logits, logits_again, recorded, all_depths=all_depths)
+        return adapter, check
+
+
+def self_check(
+    adapter: Adapter,
+    probe: TokenBatch,
+    logits: Tensor,
+    logits_again: Tensor,
+    recorded: Sequence[Tensor],
+    *,
+    all_depths: bool = False,
+) -> SelfCheck:
+    """Check an adapter against the model's own forwards on two probes.
+
+    Args:
+        adapter: the opened model.
+        probe: the first probe.
+        logits: the model's own logits of the first probe.
+        logits_again: its logits of the second probe, whose rows share their first tokens with the first one's.
+        recorded: `resid[0..L-1]` of that forward, recorded without the adapter.
+        all_depths: resume from every depth instead of three.
+
+    Raises:
+        ModelRefused: a check that no engine can do without failed.
+    """
+    anatomy = adapter.anatomy
+    n_blocks = anatomy.n_blocks
+    rows = torch.tensor([row for row, length in enumerate(probe.lengths) for _ in range(length)])
+    positions = torch.tensor([p for length in probe.lengths for p in range(length)])
+    tokens = probe.ids[rows, positions]
+    truth = _log_probs(logits)[rows, positions]
+    checks: list[Check] = []
+
+    def check(name: str, gap: float, limit: float, proves: str, advice: str | None = None) -> None:
+        """Add a check; with advice, the model is refused when it fails."""
+        checks.append(Check(name, gap, limit, proves))
+        if advice is not None and not checks[-1].passed:
+            raise ModelRefused(
+                f"{anatomy.model_class} cannot be traced: check '{name}' ({proves}) found a gap of {gap:.3g}, "
+                f"limit {limit:.1g}; {advice}"
+            )
+
+    def gap(other: Tensor) -> float:
+        return (_log_probs(other) - truth).abs().max().item()
+
+    def tail_gap(state: State) -> float:
+        assert state[0] is not None
+        return gap(unembed(adapter, positions_of(anatomy, state[0], rows, positions), tokens))
+
+    # The second probe repeats the first one's rows but for their last token: everything before it must stay.
+    both = range(SECOND_ROWS)
+    before = [(row, position) for row in both for position in range(probe.lengths[row] - 1)]
+    changed = [(row, probe.lengths[row] - 1) for row in both]
+    composition, effect = (
+        max((_log_probs(logits_again[at]) - _log_probs(logits[at])).abs().max().item() for at in where)
+        for where in (before, changed)
+    )
+    exact = logits.dtype in (torch.float32, torch.float64)
+    check(
+        "causality",
+        composition,
+        max(MAX_GAP, (1e-3 if exact else 0.1) * effect),
+        "later tokens change no earlier output",
+        "LayerTracer reads next-token predictions: pass a causal (decoder) language model",
+    )
+    rounding = logits.abs().max().item() * torch.finfo(logits.dtype).eps
+    tail_limit = MAX_GAP if exact else 4 * max(composition, rounding)
+    limit = max(tail_limit, 4 * composition)
+
+    _interrupted_skip(adapter, probe)
+    streams = read_streams(adapter, probe)
+    worst, block = max((_difference(x, y[0]), i) for i, (x, y) in enumerate(zip(recorded, streams.inputs, strict=True)))
+    check(
+        "streams",
+        worst,
+        MAX_GAP if exact else 4 * torch.finfo(logits.dtype).eps,
+        "the residuals that are read are those of the untouched model, relative to their size",
+        f"the largest difference is at depth {block}",
+    )
+    check(
+        "untouched",
+        gap(streams.logits[rows, positions]),
+        limit,
+        "reading, and a skip that was broken off, leave nothing behind",
+        "the forward of this model is not repeatable",
+    )
+    check(
+        "tail",
+        tail_gap(streams.states[-1]),
+        tail_limit,
+        "the model's own tail turns the last residual into its output",
+        "the logit lens would not show this model's predictions",
+    )
+    handed_over = [
+        _difference(x, y)
+        for after, following in zip(streams.outputs, streams.inputs[1:], strict=False)
+        for x, y in zip(after, following, strict=True)
+    ]
+    check("chain", max(handed_over), MAX_GAP, "each block receives what the one before returned")
+    if anatomy.shared_state:
+        reason = f"the blocks share mutable state ({', '.join(anatomy.shared_state)})"
+        return SelfCheck(tuple(checks), "full", reason)
+
+    dims = state_batch_dims(anatomy)
+    for depth in range(1, n_blocks) if all_depths else sorted({1, n_blocks // 2, n_blocks - 1}):
+        # Twice the rows, as the one-pass engine will ask for; once only from depth 1, which costs a whole forward.
+        copies = 1 if depth == 1 and not all_depths else 2
+        final = resume(adapter, probe, depth, concatenated([streams.states[depth]] * copies, dims), copies)
+        parts = [rows_of(final, dims, i * len(probe), (i + 1) * len(probe)) for i in range(copies)]
+        check(
+            f"resume {depth}", max(map(tail_gap, parts)), limit, f"blocks {depth}.. need only the residual before them"
+        )
+    failed = [check for check in checks if not check.passed]
+    if failed:
+        reason = f"{failed[0].name} differs by {failed[0].gap:.1e}: a block needs more than the residual before it"
+        return SelfCheck(tuple(checks), "full", reason)
+    return SelfCheck(tuple(checks), "onepass", "a run can be resumed from any residual")
+
+
+def _log_probs(logits: Tensor) -> Tensor:
+    return logits.double().log_softmax(-1)
+
+
+def _difference(x: Tensor | None, y: Tensor | None) -> float:
+    """Largest difference relative to the largest entry; 0 where there is nothing to compare."""
+    if x is None or y is None or not x.is_floating_point():
+        return 0.0
+    return ((x - y).abs().max() / x.abs().max().clamp_min(1e-30)).item()
+
+
+def _interrupted_skip(adapter: Adapter, probe: TokenBatch) -> None:
+    """Skip a block and break off in the middle of the forward, as an error or Ctrl-C would."""
+
+    class BrokenOff(Exception):
+        pass
+
+    middle = adapter.anatomy.n_blocks // 2
+
+    def visit(site: BlockSite) -> State:
+        if site.index == middle:
+            raise BrokenOff
+        return site.state if site.index == 0 else site.run()
+
+    with contextlib.suppress(BrokenOff):
+        adapter.run(probe, visit, logits=False)
+
+
+def _probes(model: PreTrainedModel) -> tuple[TokenBatch, TokenBatch]:
+    """Two right-padded probes; the rows of the second repeat all but the last token of the first one's, and go on."""
+    size: int = getattr(model.get_input_embeddings(), "num_embeddings", None) or model.config.vocab_size
+    generator = torch.Generator().manual_seed(0)
+    # Tokens from the upper part of the vocabulary: special tokens tend to have the lowest ids.
+    tokens = torch.randint(size // 4, size, (PROBE_ROWS, SECOND_LENGTH), generator=generator)
+    lengths = (PROBE_LENGTH, PROBE_LENGTH - 1, PROBE_LENGTH - 4)
+    first: Sequence[list[int]] = [tokens[row, :length].tolist() for row, length in enumerate(lengths)]
+    second = [[*row[:-1], (row[-1] + 1) % size] for row in first[:SECOND_ROWS]]
+    second[0] += tokens[0, PROBE_LENGTH:].tolist()
+    return TokenBatch.from_rows(first), TokenBatch.from_rows(second)

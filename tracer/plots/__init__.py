@@ -1,0 +1,93 @@
+"""The figures of a trace, drawn without pyplot and without touching anybody's settings."""
+
+from collections.abc import Callable, Mapping
+from io import BytesIO
+from os import PathLike
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from tracer.errors import InputError
+from tracer.plots.evolution import draw_evolution
+from tracer.plots.fragility import draw_fragility
+from tracer.plots.joint import draw_joint
+from tracer.plots.lens import draw_lens
+from tracer.plots.style import style
+from tracer.results import TraceResult, write_folder
+
+_DRAWERS: Mapping[str, Callable[[TraceResult], Figure]] = {
+    "joint": draw_joint,
+    "lens": draw_lens,
+    "fragility": draw_fragility,
+    "evolution": draw_evolution,
+}
+
+FIGURES = tuple(_DRAWERS)
+"""Names of the figures."""
+
+DPI = 200
+
+__all__ = ["DPI", "FIGURES", "draw", "save_figures"]
+
+
+def draw(result: TraceResult, figure: str = "joint") -> Figure:
+    """Draw one figure of a result.
+
+    Args:
+        result: of a trace.
+        figure: `joint` (lens, particles and fragility on one axis of blocks), `lens` (every group), `fragility`
+            (every ablation) or `evolution` (the residual stream over depth).
+
+    Returns:
+        A figure that no pyplot state knows of; `figure.savefig(...)` writes it, a notebook shows it.
+
+    Raises:
+        InputError: unknown name.
+    """
+    if figure not in _DRAWERS:
+        raise InputError(f"no figure {figure!r}: pass one of {', '.join(FIGURES)}")
+    with style():
+        drawn = _DRAWERS[figure](result)
+        # Tick labels are made at the first drawing; made later, they would take the caller's style.
+        drawn.draw_without_rendering()
+    return drawn
+
+
+def save_figures(result: TraceResult, folder: str | PathLike[str], *, force: bool = False) -> list[Path]:
+    """Write every figure as PNG and SVG; the same numbers give the same bytes.
+
+    Text in the SVG files is drawn as paths, so that they look the same where the font is missing; the title and the
+    caption are also in their metadata.
+
+    Args:
+        result: of a trace.
+        folder: made where it does not exist.
+        force: replace figures that are there.
+
+    Returns:
+        The files, `joint.png`, `joint.svg`, `lens.png` and so on.
+
+    Raises:
+        InputError: figures are there already, or the folder cannot be written; then nothing is left half-written.
+    """
+    target = Path(folder)
+    names = [f"{figure}.{kind}" for figure in FIGURES for kind in ("png", "svg")]
+    there = [name for name in names if (target / name).exists()]
+    if there and not force:
+        raise InputError(f"{str(target)!r} already holds {there[0]}: pass another folder, or force to replace it")
+    contents: dict[str, bytes] = {}
+    with style():
+        for name in FIGURES:
+            drawn = draw(result, name)
+            contents[f"{name}.png"] = _rendered(drawn, "png", {"Software": None})
+            words = " ".join(drawn.get_supxlabel().replace(r"\$", "$").split())
+            title = {"Title": f"LayerTracer: {name}", "Description": words}
+            contents[f"{name}.svg"] = _rendered(drawn, "svg", {"Date": None, "Creator": None, **title})
+    write_folder(target, contents)
+    return [target / name for name in contents]
+
+
+def _rendered(figure: Figure, kind: str, metadata: dict[str, str | None]) -> bytes:
+    buffer = BytesIO()
+    figure.savefig(buffer, format=kind, dpi=DPI, metadata=metadata)
+    return buffer.getvalue()

@@ -1,0 +1,196 @@
+"""What a trace returns, and the folder that it is saved as.
+
+A saved result is a folder: `run.json` (arguments, versions, model, statistics), `probes.jsonl` (one line a probe),
+`blocks.csv` (one line a block) and `arrays.safetensors` (everything per depth and probe). It is written whole or not
+at all.
+"""
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save
+
+from tracer.errors import InputError
+
+SCHEMA = 1
+FILES = ("arrays.safetensors", "blocks.csv", "probes.jsonl", "run.json")
+"""The files of a result; `run.json` is moved in last, so that a folder that has it is complete."""
+
+
+@dataclass(frozen=True, eq=False)
+class TraceResult:
+    """The joint trace of one model on one set of probes.
+
+    Attributes:
+        run: arguments, seed, versions, model (fingerprint, anatomy, self-check), engine, time, warnings, and the
+            statistics of groups and ablations; what `run.json` holds.
+        probes: one row per usable probe: `id`, `group`, `prompt`, `target`, `target_ids`, `n_tokens`, `answered`,
+            `answer`, `p_final`, `rank_final`, `particle` (block, missing where there is none), `rise`, `jsd_max`,
+            `jsd_max_block`.
+        blocks: one row per block: `block`, `mixer`, `module`, `particles`, per ablation `jsd_KIND` with its interval
+            and companions, and the stream after the block (`norm`, `angle`, `entropy`, `kl_to_final`, `rank`).
+        arrays: `log_p`, `rank`, `entropy`, `kl_to_final`, `norm`, `angle` as `[depths, probes]`; per ablation
+            `jsd_KIND`, `log_p_KIND`, `rank_KIND`, `entropy_KIND`, `moved_angle_KIND` as `[blocks, probes]`;
+            `ceiling` `[probes]`; `cka` `[depths, depths]`; per group `null_low/GROUP`, `null_high/GROUP` `[depths]` and
+            `rival_log_p/GROUP` `[depths, probes, targets]`.
+    """
+
+    run: dict[str, Any]
+    probes: pd.DataFrame
+    blocks: pd.DataFrame
+    arrays: dict[str, np.ndarray]
+
+    @property
+    def groups(self) -> pd.DataFrame:
+        """One row per group: n, answered, p-value, median particle block with interval, and why there is none."""
+        rows = []
+        for group in self.run["groups"]:
+            block = group["block"]
+            flat = {key: value for key, value in group.items() if key != "block"}
+            rows.append(flat | {"block": block["estimate"], "block_low": block["low"], "block_high": block["high"]})
+        return pd.DataFrame(rows)
+
+    @property
+    def ablations(self) -> tuple[str, ...]:
+        """The kinds of ablation that were run."""
+        return tuple(self.run["arguments"]["ablations"])
+
+    def to_frame(self, of: Literal["blocks", "probes", "groups"] = "blocks") -> pd.DataFrame:
+        """One of the tables, as a copy."""
+        if of not in ("blocks", "probes", "groups"):
+            raise InputError(f"no table {of!r}: pass blocks, probes or groups")
+        return getattr(self, of).copy()
+
+    def summary(self) -> str:
+        """The result as text for a terminal."""
+        from tracer.summary import summary_of
+
+        return summary_of(self)
+
+    def plot(self, figure: str = "joint") -> Figure:
+        """Draw one figure: `joint`, `lens`, `fragility` or `evolution`."""
+        from tracer.plots import draw
+
+        return draw(self, figure)
+
+    def save(self, folder: str | os.PathLike[str], *, force: bool = False) -> Path:
+        """Write the result as a folder.
+
+        Args:
+            folder: must not hold a result yet, unless `force`.
+            force: replace the result in it.
+
+        Raises:
+            InputError: the folder is in use, or cannot be written; then nothing is left behind.
+        """
+        target = Path(folder)
+        check_free(target, force=force)
+        contents: dict[str, bytes] = {
+            "arrays.safetensors": save({k: np.ascontiguousarray(v) for k, v in self.arrays.items()}),
+            "blocks.csv": self.blocks.to_csv(index=False, lineterminator="\n").encode(),
+            "probes.jsonl": "".join(
+                json.dumps(_nulls(row), ensure_ascii=False) + "\n" for row in self.probes.to_dict("records")
+            ).encode(),
+            "run.json": (json.dumps(_nulls(self.run), ensure_ascii=False, indent=1) + "\n").encode(),
+        }
+        return write_folder(target, contents)
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str]) -> "TraceResult":
+        """Read a saved result.
+
+        Raises:
+            InputError: there is none, it is unfinished or damaged, or a later version wrote it.
+        """
+        source = Path(folder)
+        if not source.is_dir():
+            raise InputError(f"no result folder {str(source)!r}: pass the --out folder of a finished trace")
+        missing = [name for name in FILES if not (source / name).is_file()]
+        if missing:
+            unfinished = "; its trace was interrupted, go on with --resume" if (source / PARTIAL).is_dir() else ""
+            raise InputError(f"{str(source)!r} is not a finished result ({missing[0]} is missing){unfinished}")
+        try:
+            run = json.loads((source / "run.json").read_text())
+            if run["schema"] != SCHEMA:
+                raise InputError(
+                    f"{str(source)!r} has result schema {run['schema']}, this version reads {SCHEMA}: trace again"
+                )
+            rows = [json.loads(line) for line in (source / "probes.jsonl").read_text().splitlines()]
+            probes = pd.DataFrame(rows).astype({"particle": "Int64"})
+            blocks = pd.read_csv(
+                source / "blocks.csv", dtype={"mixer": str, "module": str}, float_precision="round_trip"
+            )
+            arrays = load_file(source / "arrays.safetensors")
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            if isinstance(error, InputError):
+                raise
+            raise InputError(f"{str(source)!r} is damaged ({error}): trace again with --force") from error
+        return cls(run, probes, blocks, arrays)
+
+
+PARTIAL = "partial"
+"""Folder of finished batches inside the folder of a result that is not finished."""
+
+
+def check_free(folder: Path, *, force: bool = False) -> None:
+    """Raise InputError when `folder` cannot take a result: in use by one (unless `force`), or by something else."""
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise InputError(f"{str(folder)!r} is a file: pass a folder that does not exist yet")
+    names = {path.name for path in folder.iterdir()} - {PARTIAL, "figures"}
+    if names - set(FILES):
+        raise InputError(
+            f"{str(folder)!r} holds other files ({sorted(names - set(FILES))[0]}): pass a folder of its own"
+        )
+    if "run.json" in names and not force:
+        raise InputError(f"{str(folder)!r} already holds a result: pass another folder, or force to replace it")
+
+
+def write_folder(folder: Path, contents: Mapping[str, bytes]) -> Path:
+    """Write files into `folder` so that all of them appear or none.
+
+    The files are first written beside the folder and then moved in, in the given order, the last one being the sign
+    that the folder is complete.
+
+    Raises:
+        InputError: the disk is full or the place cannot be written.
+    """
+    staging = folder.parent / f".{folder.name}.writing"
+    try:
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        for name, content in contents.items():
+            (staging / name).write_bytes(content)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / list(contents)[-1]).unlink(missing_ok=True)
+        for name in contents:
+            os.replace(staging / name, folder / name)
+    except OSError as error:
+        raise InputError(f"cannot write {str(folder)!r}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return folder
+
+
+def _nulls(value: Any) -> Any:
+    """Plain JSON data: numpy scalars as Python's, and null for every missing value."""
+    if isinstance(value, Mapping):
+        return {key: _nulls(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_nulls(item) for item in value]
+    if value is pd.NA:
+        return None
+    if isinstance(value, np.generic):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,118 @@
+"""A trace as text for a terminal."""
+
+import textwrap
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+
+from tracer.results import TraceResult
+
+WIDTH = 100
+MOST_FRAGILE = 5
+
+
+def summary_of(result: TraceResult) -> str:
+    """What was measured, where the groups are executed, which blocks are fragile, and what to beware of."""
+    parts = [_head(result), _groups(result)]
+    parts += [_fragile(result, kind) for kind in result.ablations]
+    notes = [*result.run["warnings"], *_skipped(result)]
+    if notes:
+        wrapped = (textwrap.fill(note, WIDTH, initial_indent="  ! ", subsequent_indent="    ") for note in notes)
+        parts.append("Beware\n" + "\n".join(wrapped))
+    return "\n\n".join(parts)
+
+
+def _head(result: TraceResult) -> str:
+    model, arguments, work = (result.run[key] for key in ("model", "arguments", "work"))
+    answered = int(result.probes["answered"].sum())
+    kinds = ", ".join(result.ablations) or "none"
+    return "\n".join(
+        [
+            f"{model['name']}  ({model['anatomy']['model_class']}, {len(result.blocks)} blocks, {model['dtype']}, "
+            f"{model['device']})",
+            f"{len(result.probes)} probes in {len(arguments['groups'])} groups ({arguments['probes']}), "
+            f"{answered} answered; ablations {kinds} at {arguments['positions']} positions",
+            f"engine {result.run['engine']} on {model['backend']}, {work['seconds']:.0f} s; "
+            f"{result.run['readout']} lens, particle rule {arguments['rule']}, seed {arguments['seed']}, 95 % intervals",
+        ]
+    )
+
+
+def _groups(result: TraceResult) -> str:
+    last = len(result.blocks) - 1
+    rows = []
+    for row in result.groups.to_dict("records"):
+        measured = pd.isna(row["why_not"])
+        rows.append(
+            (
+                row["group"],
+                str(row["n"]),
+                f"{row['answered']} ({row['answered'] / row['n']:.0%})" if row["n"] else "0",
+                "" if pd.isna(row["p_value"]) else f"{row['p_value']:.4f}",
+                f"{row['block']:g}  {_range(row['block_low'], row['block_high'])}" if measured else "none",
+                f"{row['depth']:.2f}" if measured else textwrap.shorten(row["why_not"], 52, placeholder=" ..."),
+            )
+        )
+    block = result.run["particle_block"]
+    title = f"Task particles: median block of 0..{last} over answered probes that have one"
+    if block is not None:
+        title += f"; over groups {block:g}"
+    return title + "\n" + _table(("group", "probes", "answered", "p", "block", "depth"), rows, left=(0, 4, 5))
+
+
+def _fragile(result: TraceResult, kind: str) -> str:
+    entry = next(e for e in result.run["fragility"] if e["ablation"] == kind)
+    blocks = result.blocks.sort_values(f"jsd_{kind}", ascending=False).head(MOST_FRAGILE)
+    rows = [
+        (
+            str(row["block"]),
+            row["mixer"],
+            f"{row[f'jsd_{kind}']:.3f}  {_range(row[f'jsd_low_{kind}'], row[f'jsd_high_{kind}'], '.3f')}",
+            f"{row[f'jsd_share_{kind}']:.2f}",
+            f"{row[f'log_p_change_{kind}']:+.2f}",
+            "" if np.isnan(row[f"kept_{kind}"]) else f"{row[f'kept_{kind}']:.0%}",
+        )
+        for row in blocks.to_dict("records")
+    ]
+    title = (
+        f"Fragility under {kind}: the {len(rows)} largest of {len(result.blocks)} blocks, JSD in nats, "
+        f"n = {entry['n']} (ceiling {entry['ceiling']:.3f})"
+    )
+    sets = f"Not told apart from the largest: {_blocks(entry['fragile'])}"
+    sets += f"; without block 0: {_blocks(entry['fragile_without_first'])}"
+    header = ("block", "mixer", "JSD", "/ ln 2", "log p", "kept")
+    return f"{title}\n{_table(header, rows, left=(1, 2))}\n{textwrap.fill(sets, WIDTH, subsequent_indent='  ')}"
+
+
+def _skipped(result: TraceResult) -> list[str]:
+    skipped = result.run["skipped"]
+    if not skipped:
+        return []
+    reason = textwrap.shorten(f"{skipped[0]['where']}: {skipped[0]['reason']}", 90, placeholder=" ...")
+    return [f"{len(skipped)} probes are not usable with this tokenizer and were left out, e.g. {reason}"]
+
+
+def _blocks(blocks: Sequence[int]) -> str:
+    """`0, 3-5, 9`."""
+    runs: list[list[int]] = []
+    for block in blocks:
+        if runs and block == runs[-1][-1] + 1:
+            runs[-1].append(block)
+        else:
+            runs.append([block])
+    return ", ".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0]) for r in runs) or "none"
+
+
+def _range(low: float | None, high: float | None, style: str = "g") -> str:
+    return "" if low is None or high is None or np.isnan(low) else f"[{low:{style}}, {high:{style}}]"
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int]) -> str:
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+    lines = (
+        "  "
+        + "  ".join(c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+        for row in (header, *rows)
+    )
+    return "\n".join(line.rstrip() for line in lines)

@@ -1,0 +1,205 @@
+"""From the numbers per probe of a whole trace to its tables and statistics."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from tracer.batches import TargetTable
+from tracer.divergence import MAX_JSD
+from tracer.evolution import DEPTH_MEASURES, evolution_table, stability_table
+from tracer.fragility import Fragility, fragility
+from tracer.measures import Measures
+from tracer.models.anatomy import Anatomy
+from tracer.particle import NO_BLOCK, GroupParticle, ParticleRule, group_null, group_particle, task_particles
+from tracer.probes import TokenizedProbe
+from tracer.statistics import MIN_SEEDS, t_interval
+
+
+def by_kind(measures: Measures, kinds: Sequence[str], n_blocks: int, noise_samples: int) -> dict[str, np.ndarray]:
+    """Arrays of a result from the measures of all probes: one `[blocks, probes]` array a measure and ablation.
+
+    Noise draws are averaged per probe (the divergences, not the distributions); `jsd_noise_by_sample` keeps the
+    mean of every draw as `[samples, blocks]`.
+    """
+    arrays: dict[str, np.ndarray] = {name: getattr(measures, name) for name in ("log_p", "ceiling", *DEPTH_MEASURES)}
+    start = 0
+    for kind in kinds:
+        samples = noise_samples if kind == "noise" else 1
+        rows = slice(start, start + n_blocks * samples)
+        start = rows.stop
+
+        def averaged(values: np.ndarray, rows: slice = rows, samples: int = samples) -> np.ndarray:
+            return values[rows].reshape(n_blocks, samples, -1).mean(axis=1)
+
+        arrays[f"jsd_{kind}"] = averaged(measures.jsd)
+        arrays[f"log_p_{kind}"] = averaged(measures.ablated_log_p)
+        arrays[f"rank_{kind}"] = averaged(measures.ablated_rank)
+        arrays[f"answered_{kind}"] = averaged(measures.ablated_rank == 1)
+        arrays[f"entropy_{kind}"] = averaged(measures.ablated_entropy)
+        arrays[f"moved_angle_{kind}"] = averaged(measures.ablated_angle)
+        if kind == "noise":
+            by_sample = measures.jsd[rows].reshape(n_blocks, samples, -1).mean(axis=2)
+            arrays["jsd_noise_by_sample"] = np.ascontiguousarray(by_sample.T)
+    return arrays
+
+
+def particles_of(
+    items: Sequence[TokenizedProbe],
+    table: TargetTable,
+    arrays: dict[str, np.ndarray],
+    rivals: Mapping[str, np.ndarray],
+    answered: np.ndarray,
+    rule: ParticleRule,
+    seed: int,
+) -> tuple[np.ndarray, list[GroupParticle]]:
+    """Particles per probe and per group; adds every group's null band and rivals to `arrays`."""
+    groups = np.array([item.probe.group for item in items])
+    particles = np.full(len(items), NO_BLOCK)
+    results = []
+    for group, log_p in rivals.items():
+        index = np.flatnonzero(groups == group)
+        own = table.own[index]
+        band = group_null(log_p, own)
+        p = np.exp(arrays["log_p"][:, index])
+        particles[index] = task_particles(p, None if band is None else band[1], rule)
+        results.append(group_particle(group, log_p, own, answered[index], particles[index], seed=seed))
+        arrays[f"rival_log_p/{group}"] = log_p
+        if band is not None:
+            arrays[f"null_low/{group}"], arrays[f"null_high/{group}"] = band
+    return particles, results
+
+
+def fragilities(
+    kinds: Sequence[str],
+    arrays: Mapping[str, np.ndarray],
+    answered: np.ndarray,
+    groups: Sequence[str],
+    seed: int,
+) -> list[Fragility]:
+    """Fragility of every block under every ablation, pooled over groups."""
+    return [
+        fragility(
+            kind,
+            arrays[f"jsd_{kind}"],
+            arrays[f"log_p_{kind}"] - arrays["log_p"][-1],
+            arrays[f"answered_{kind}"],
+            answered,
+            arrays["ceiling"],
+            groups,
+            seed=seed,
+        )
+        for kind in kinds
+    ]
+
+
+def probe_table(
+    items: Sequence[TokenizedProbe],
+    arrays: Mapping[str, np.ndarray],
+    answers: np.ndarray,
+    answered: np.ndarray,
+    particles: np.ndarray,
+    kinds: Sequence[str],
+    decode: Callable[[list[int]], str],
+) -> pd.DataFrame:
+    """One row per usable probe."""
+    p = np.exp(arrays["log_p"])
+    rows = []
+    for i, item in enumerate(items):
+        found = particles[i] != NO_BLOCK
+        row: dict[str, Any] = {
+            "id": item.probe.id,
+            "group": item.probe.group,
+            "prompt": item.probe.prompt,
+            "target": item.probe.target,
+            "target_ids": list(item.target_ids),
+            "n_tokens": len(item.prompt_ids),
+            "answered": bool(answered[i]),
+            "answer": decode([int(answers[i])]),
+            "p_final": float(p[-1, i]),
+            "rank_final": int(arrays["rank"][-1, i]),
+            "particle": int(particles[i]) if found else None,
+            "rise": float(p[particles[i] + 1, i] - p[particles[i], i]) if found else None,
+        }
+        if kinds:
+            jsd = arrays[f"jsd_{kinds[0]}"][:, i]
+            row |= {"jsd_max": float(jsd.max()), "jsd_max_block": int(jsd.argmax())}
+        rows.append(row)
+    return pd.DataFrame(rows).astype({"particle": "Int64"})
+
+
+def block_table(
+    anatomy: Anatomy,
+    arrays: Mapping[str, np.ndarray],
+    fragile: Sequence[Fragility],
+    particles: np.ndarray,
+    counted: np.ndarray,
+) -> pd.DataFrame:
+    """One row per block.
+
+    Args:
+        anatomy: of the model.
+        arrays: of the result.
+        fragile: one entry per ablation.
+        particles: per probe.
+        counted: which probes count in the particle histogram.
+    """
+    n_blocks = anatomy.n_blocks
+    table = pd.DataFrame(
+        {
+            "block": np.arange(n_blocks),
+            "mixer": list(anatomy.mixers),
+            "module": [call.module for call in anatomy.calls],
+            "particles": np.bincount(particles[counted & (particles != NO_BLOCK)], minlength=n_blocks),
+        }
+    )
+    for entry in fragile:
+        kind = entry.kind
+        table = table.join(entry.table.add_suffix(f"_{kind}"))
+        moved = {
+            "ablated_angle": arrays[f"moved_angle_{kind}"],
+            "ablated_entropy": arrays[f"entropy_{kind}"],
+            "ablated_rank": arrays[f"rank_{kind}"],
+            "entropy": arrays["entropy"],
+            "rank": arrays["rank"],
+        }
+        table = table.join(stability_table(moved).add_suffix(f"_{kind}"))
+        if kind == "noise" and len(arrays["jsd_noise_by_sample"]) >= MIN_SEEDS:
+            seeds = [t_interval(column) for column in arrays["jsd_noise_by_sample"].T]
+            table["jsd_noise_draw_low"] = [interval.low for interval in seeds]
+            table["jsd_noise_draw_high"] = [interval.high for interval in seeds]
+    after = evolution_table(arrays).drop(columns="depth").iloc[1:].reset_index(drop=True)
+    return table.join(after)
+
+
+def warnings_of(
+    anatomy: Anatomy, groups: Sequence[GroupParticle], block: float | None, fragile: Sequence[Fragility]
+) -> list[str]:
+    """What a reader must know before believing the numbers."""
+    notes = []
+    n_blocks = anatomy.n_blocks
+    if block is not None and n_blocks >= 8 and block >= n_blocks - 2:
+        notes.append(
+            f"the logit lens sees the answers only from block {block:g} of 0..{n_blocks - 1} on: the plain lens is "
+            "known to miss what earlier blocks write in directions that the unembedding does not read yet"
+        )
+    for entry in fragile:
+        if entry.flat:
+            notes.append(
+                f"the {entry.kind} profile is flat (all blocks within 1e-6 nats): its largest block means nothing"
+            )
+        if entry.kind == "zero_stream":
+            notes.append(
+                "zero_stream erases everything that came before: on models without biases it leaves the uniform "
+                "distribution at every block"
+            )
+        at = [int(b) for b in np.flatnonzero(entry.table["at_ceiling"])]
+        if at and not entry.flat:
+            notes.append(
+                f"{entry.kind} of block {', '.join(map(str, at))} leaves nothing of the output: JSD is at the ceiling "
+                f"of {entry.ceiling:.3f} nats (ln 2 = {MAX_JSD:.3f})"
+            )
+    if groups and all(group.why_not for group in groups):
+        notes.append("no group has a particle: this result says nothing about where the tasks are executed")
+    return notes
