@@ -13,9 +13,11 @@ import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from tracer.errors import InputError
 from tracer.plots import FIGURES, draw, save_figures
+from tracer.plots.lens import draw_lens
 from tracer.results import TraceResult
 
 MISSING = {"estimate": None, "low": None, "high": None}
@@ -98,3 +100,400 @@ def made(
     }
     probes = pd.DataFrame({"group": names, "answered": answered, "particle": particles}).astype({"particle": "Int64"})
     return TraceResult(run, probes, blocks, arrays)
+
+
+def lines(figure: Figure) -> list[np.ndarray]:
+    """`[2, points]` of every line that is drawn."""
+    return [np.array(line.get_data(), dtype=float) for axes in figure.axes for line in axes.get_lines()]
+
+
+def holds(curves: list[np.ndarray], x: np.ndarray, y: np.ndarray) -> bool:
+    return any(c.shape == (2, len(x)) and np.allclose(c, [x, y], rtol=1e-12, atol=0) for c in curves)
+
+
+def bars(axes: Any) -> dict[float, float]:
+    return {round(bar.get_x() + bar.get_width() / 2, 6): bar.get_height() for c in axes.containers for bar in c}
+
+
+def whiskers(axes: Any) -> np.ndarray:
+    """`[whiskers, 3]` x, low, high."""
+    segments = [s for c in axes.collections if hasattr(c, "get_segments") for s in c.get_segments()]
+    return np.array([[s[0, 0], s[0, 1], s[1, 1]] for s in segments])
+
+
+def visible_texts(figure: Figure) -> list[Text]:
+    """Every text that is drawn; ticks outside the limits and their labels are not."""
+    everything = figure.findobj(Text)
+    ticks = [axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)]
+    labels = {label for axis in ticks for label in axis.findobj(Text) if label is not axis.label}
+    inside = {
+        label
+        for axis in ticks
+        for tick in axis._update_ticks()
+        for label, on in ((tick.label1, tick.label1.get_visible()), (tick.label2, tick.label2.get_visible()))
+        if on
+    }
+    return [t for t in everything if t.get_visible() and t.get_text() and (t not in labels or t in inside)]
+
+
+def words(figure: Figure) -> str:
+    return "\n".join(text.get_text() for text in visible_texts(figure))
+
+
+SHAPES = {
+    "three groups": lambda: made(),
+    "one block": lambda: made(1, {"one": (12, 9)}, ("zero",)),
+    "96 blocks": lambda: made(96, {"a": (9, 9)}, mixers=("gated_deltanet", "attention"), size=0.004),
+    "12 groups": lambda: made(18, {f"a group with a long name {i}": (100, 100) for i in range(12)}),
+    "wide names": lambda: made(4, {f"{'W' * 30} {i}": (30, 20) for i in range(12)}, name="W" * 60),
+    "nothing measured": lambda: made(3, {"one": (12, 0)}, (), cka=False, intervals=False),
+    "no intervals": lambda: made(3, {"one": (12, 9)}, intervals=False),
+    "five ablations": lambda: made(6, None, ("zero", "mean", "resample", "noise", "zero_stream")),
+}
+
+
+@pytest.mark.parametrize("figure", FIGURES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_figure_of_every_shape_fits(figure, shape):
+    drawn = draw(SHAPES[shape](), figure)
+    drawn.draw_without_rendering()
+    page = drawn.bbox.padded(1)
+    panels = [axes.get_window_extent() for axes in drawn.axes]
+    for text in visible_texts(drawn):
+        assert text.get_fontsize() >= 8
+        box = text.get_window_extent()
+        assert page.containsx(box.x0), text
+        assert page.containsx(box.x1), text
+        assert page.containsy(box.y0), text
+        assert page.containsy(box.y1), text
+    for legend in drawn.legends:
+        assert legend.get_window_extent().y0 >= max(panel.y1 for panel in panels)
+    caption = next(text for text in drawn.texts if "probes" in text.get_text())
+    assert caption.get_window_extent().y1 <= min(panel.y0 for panel in panels)
+    titles = [axes._left_title.get_window_extent() for axes in drawn.axes if axes.get_title("left")]
+    for i, one in enumerate(titles):
+        assert not any(one.overlaps(other) for other in titles[:i])
+    # No two panels lie on each other, and together they take most of the page.
+    for i, one in enumerate(panels):
+        assert not any(one.overlaps(other) for other in panels[:i])
+    assert max(panel.y1 for panel in panels) - min(panel.y0 for panel in panels) > page.height / 3
+
+
+def test_lens_curves_are_means_over_answered_and_over_all_probes():
+    result = made()
+    figure = draw(result, "lens")
+    curves = lines(figure)
+    p = np.exp(result.arrays["log_p"])
+    x = np.arange(5) - 0.5
+    capitals, antonyms, plurals = np.arange(12), 12 + np.arange(10), 22 + np.arange(8)
+    assert holds(curves, x, p[:, capitals[:9]].mean(axis=1))
+    assert holds(curves, x, p[:, capitals].mean(axis=1))
+    assert holds(curves, x, p[:, antonyms[:3]].mean(axis=1))
+    assert holds(curves, x, p[:, plurals].mean(axis=1))
+    assert not holds(curves, x, p[:, :12][:, 9:].mean(axis=1))
+
+
+def test_a_rise_stands_over_the_block_that_made_it():
+    result = made(6, {"one": (12, 12)}, ())
+    # Block 4 alone lifts the target, from depth 4 to depth 5.
+    result.arrays["log_p"][:] = np.log(np.where(np.arange(7) >= 5, 0.9, 0.1))[:, None]
+    result.probes["particle"] = pd.array([4] * 12, dtype="Int64")
+    for name, panel in (("lens", 0), ("joint", 0)):
+        figure = draw(result, name)
+        x, y = next(c for c in map(np.array, (a.get_data() for a in figure.axes[panel].get_lines())) if c.shape[1] == 7)
+        low, high = x[y < 0.5].max(), x[y > 0.5].min()
+        assert (low + high) / 2 == 4
+        assert bars(figure.axes[panel + 1]) == {float(b): float(b == 4) for b in range(6)}
+
+
+def test_lens_particles_are_shares_of_answered_probes_and_only_of_groups_that_have_one():
+    result = made()
+    figure = draw(result, "lens")
+    (capitals, antonyms, _) = figure.axes[1::2]
+    found = result.probes["particle"][:9].to_numpy(dtype=int)
+    assert bars(capitals) == pytest.approx({float(b): (found == b).sum() / 9 for b in range(4)})
+    assert bars(antonyms) == {}
+    assert "3 of 10 probes answered, 6 needed" in words(figure).replace("\n", " ")
+
+
+def test_lens_marks_the_median_block_and_its_interval():
+    result = made()
+    block = result.run["groups"][0]["block"]
+    curve = draw(result, "lens").axes[0]
+    assert [block["estimate"]] * 2 in [list(line.get_xdata()) for line in curve.get_lines()]
+    span = next(patch for patch in curve.patches)
+    assert (span.get_x(), span.get_x() + span.get_width()) == (block["low"] - 0.5, block["high"] + 0.5)
+
+
+def test_the_null_band_is_the_one_of_the_group():
+    result = made()
+    result.arrays["null_low/capitals"] = np.array([0.01, 0.02, 0.03, 0.04, 0.05])
+    result.arrays["null_high/capitals"] = np.array([0.11, 0.32, 0.23, 0.24, 0.15])
+    (band,) = draw(result, "lens").axes[0].collections
+    x, y = band.get_paths()[0].vertices.T
+    for depth in range(5):
+        at = y[x == depth - 0.5]
+        assert at.min() == result.arrays["null_low/capitals"][depth]
+        assert at.max() == result.arrays["null_high/capitals"][depth]
+
+
+def test_a_group_without_probes_and_without_a_null_band_is_named():
+    result = made()
+    why = "not measurable: 0 usable probes, 10 needed"
+    result.run["groups"].append({"group": "empty", "n": 0, "answered": 0, "block": MISSING, "why_not": why})
+    text = words(draw(result, "lens")).replace("\n", " ")
+    assert "empty" in text
+    assert why in text
+
+
+@pytest.mark.parametrize("kind", ["zero", "mean"])
+def test_fragility_points_and_whiskers_are_the_results_numbers(kind):
+    result = made(8)
+    axes = draw(result, "fragility").axes[2 * ("zero", "mean").index(kind)]
+    table = result.blocks
+    assert holds([np.array(a.get_data(), dtype=float) for a in axes.get_lines()], np.arange(8), table[f"jsd_{kind}"])
+    np.testing.assert_allclose(
+        whiskers(axes), table[["block", f"jsd_low_{kind}", f"jsd_high_{kind}"]].to_numpy(dtype=float), rtol=1e-12
+    )
+    kept = draw(result, "fragility").axes[2 * ("zero", "mean").index(kind) + 1]
+    assert list(bars(kept).values()) == pytest.approx(list(table[f"kept_{kind}"]))
+
+
+def test_fragile_blocks_are_filled_and_those_without_block_0_half_filled():
+    axes = draw(made(8, kinds=("zero",)), "fragility").axes[0]
+    marked = {}
+    for line in axes.get_lines():
+        if line.get_linestyle() == "None":
+            look = "hollow" if line.get_markerfacecolor() == "white" else line.get_fillstyle()
+            marked[look] = list(line.get_xdata())
+    assert marked == {"full": [0], "bottom": [1, 7], "hollow": [2, 3, 4, 5, 6]}
+
+
+def test_a_flat_profile_marks_no_block():
+    result = made(8, kinds=("zero_stream",))
+    result.run["fragility"][0]["flat"] = True
+    figure = draw(result, "fragility")
+    assert {line.get_markerfacecolor() for line in figure.axes[0].get_lines() if line.get_marker() == "o"} == {"white"}
+    assert "flat" in words(figure)
+
+
+def test_ceiling_and_ln_2_are_drawn_where_they_are():
+    figure = draw(made(), "fragility")
+    heights = {line.get_ydata()[0] for line in figure.axes[0].get_lines() if list(line.get_xdata()) == [0, 1]}
+    assert heights == {0.64, math.log(2)}
+    assert "0.640" in words(figure)
+    assert "0.693" in words(figure)
+
+
+def test_missing_intervals_leave_no_whiskers():
+    result = made(intervals=False)
+    assert whiskers(draw(result, "fragility").axes[0]).size == 0
+    assert whiskers(draw(result, "joint").axes[2]).size == 0
+
+
+@pytest.mark.parametrize(("size", "scale"), [(0.3, "linear"), (0.002, "symlog")])
+def test_small_divergences_get_a_logarithmic_axis_that_says_so(size, scale):
+    for figure, panel in (("fragility", 0), ("joint", 2)):
+        axes = draw(made(40, size=size), figure).axes[panel]
+        assert axes.get_yscale() == scale
+        assert ("log" in axes.get_ylabel()) == (scale == "symlog")
+        assert axes.get_ylim()[0] == 0
+
+
+def test_joint_mean_is_over_groups_not_over_probes():
+    result = made(6, {"large": (40, 40), "small": (8, 8)}, ("zero",))
+    p = np.exp(result.arrays["log_p"])
+    large, small = p[:, :40].mean(axis=1), p[:, 40:].mean(axis=1)
+    curves = lines(draw(result, "joint"))
+    x = np.arange(7) - 0.5
+    assert holds(curves, x, (large + small) / 2)
+    assert holds(curves, x, large)
+    assert not holds(curves, x, p.mean(axis=1))
+
+
+def test_joint_histogram_leaves_out_groups_without_a_particle():
+    result = made()
+    found = result.probes["particle"][:9].to_numpy(dtype=int)  # capitals; the three answered antonyms do not count
+    assert bars(draw(result, "joint").axes[1]) == pytest.approx({float(b): (found == b).sum() / 9 for b in range(4)})
+
+
+def test_joint_has_the_divergences_side_by_side_and_names_those_left_out():
+    kinds = ("zero", "mean", "resample", "noise")
+    result = made(6, None, kinds)
+    figure = draw(result, "joint")
+    panel = figure.axes[2]
+    drawn = {line.get_label(): line for line in panel.get_lines() if line.get_label() in kinds}
+    assert list(drawn) == ["zero", "mean", "resample"]
+    for kind, line in drawn.items():
+        np.testing.assert_array_equal(line.get_ydata(), result.blocks[f"jsd_{kind}"])
+        assert np.abs(line.get_xdata() - np.arange(6)).max() < 0.5
+    assert "Not drawn here: noise" in words(figure)
+
+
+def test_mixers_are_shown_when_there_are_several():
+    mixers = ("mamba2", "mamba2", "attention")
+    figure = draw(made(6, mixers=mixers), "joint")
+    assert len(figure.axes) == 4
+    looks = [(bar.get_facecolor(), bar.get_hatch()) for c in figure.axes[3].containers for bar in c]
+    assert looks[0] == looks[1] == looks[3] == looks[4] != looks[2] == looks[5]
+    assert looks[0][1] != looks[2][1]
+    assert {"mamba2", "attention"} <= set(words(figure).split("\n"))
+    assert len(draw(made(6), "joint").axes) == 3
+
+
+def test_evolution_draws_medians_and_quartiles():
+    result = made(6)
+    figure = draw(result, "evolution")
+    curves = lines(figure)
+    for name in ("norm", "kl_to_final", "rank", "entropy"):
+        assert holds(curves, np.arange(7), np.median(result.arrays[name], axis=1)), name
+    # Nothing lies before depth 0, so there is no distance to it.
+    assert holds(curves, np.arange(1, 7), np.median(result.arrays["angle"][1:], axis=1))
+    (band,) = figure.axes[0].collections
+    x, y = band.get_paths()[0].vertices.T
+    low, high = np.quantile(result.arrays["norm"][3], [0.25, 0.75])
+    assert (y[x == 3].min(), y[x == 3].max()) == pytest.approx((low, high))
+    assert [axes.get_yscale() for axes in figure.axes[:5]] == ["log", "linear", "linear", "log", "linear"]
+
+
+def test_cka_is_drawn_or_missing_with_the_reason():
+    result = made(6)
+    (image,) = draw(result, "evolution").axes[5].get_images()
+    np.testing.assert_array_equal(image.get_array(), result.arrays["cka"])
+    figure = draw(made(6, cka=False), "evolution")
+    assert not figure.axes[5].get_images()
+    assert "needs 50 probes, this trace has 30" in words(figure).replace("\n", " ")
+
+
+@pytest.mark.parametrize("figure", FIGURES)
+def test_the_caption_says_what_the_numbers_depend_on(figure):
+    text = " ".join(draw(made(), figure).get_supxlabel().split())
+    for part in (
+        "org/tiny-model",
+        "bfloat16",
+        "n = 30 probes, 12 answered, in 3 groups: capitals, antonyms, plurals",
+        "zero, mean (positions: all)",
+        "first_rise (min_rise 0.05, rel_rise 0.25)",
+        "logit lens",
+        "onepass",
+    ):
+        assert part in text
+
+
+def test_figures_say_that_no_ablation_was_run():
+    for figure in ("joint", "fragility"):
+        assert "no ablation was run" in words(draw(made(kinds=()), figure))
+
+
+def test_the_folder_of_a_local_model_is_not_shown():
+    result = made(name="/home/somebody/secret/my-model")
+    result.run["model"]["kind"] = "folder"
+    text = words(draw(result, "joint"))
+    assert "my-model" in text
+    assert "secret" not in text
+
+
+def test_users_text_is_no_mathematics(tmp_path):
+    name = r"a $\frac{1}{2}$ and \$5 $\nosuchcommand$"
+    result = made(4, {name: (12, 9), "two\nlines\x07": (12, 9)}, name="$model$ <&>")
+    for figure in FIGURES:
+        drawn = draw(result, figure)
+        assert r"\$model\$ <&>" in " ".join(drawn.get_supxlabel().split())
+        drawn.savefig(tmp_path / "figure.svg")  # raises on mathematics that cannot be parsed
+    for path in save_figures(result, tmp_path / "figures"):
+        if path.suffix == ".svg":
+            text = "".join(ET.parse(path).getroot().itertext())
+            assert "$model$ <&>" in text
+            assert "two lines" in text
+
+
+@pytest.mark.filterwarnings("ignore:Glyph")
+def test_chinese_names_are_drawn_with_any_font(quickly, tmp_path):
+    result = made(4, {"省会城市": (12, 9)}, name="模型/小模型")
+    for path in save_figures(result, tmp_path):
+        if path.suffix == ".svg":
+            assert "模型/小模型" in "".join(ET.parse(path).getroot().itertext())
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> list[Path]:
+    return save_figures(made(), tmp_path_factory.mktemp("saved") / "new" / "figures")
+
+
+def test_saved_figures_are_whole(saved):
+    assert [path.name for path in saved] == [f"{f}.{kind}" for f in FIGURES for kind in ("png", "svg")]
+    new = saved[0].parent.parent
+    assert sorted(path.name for path in new.rglob("*")) == sorted(["figures", *(path.name for path in saved)])
+    for path in saved:
+        if path.suffix == ".png":
+            pixels = matplotlib.image.imread(path)[..., :3]
+            assert pixels.shape[1] >= 150 * 6
+            assert (pixels[:5] == 1).all()  # a white page
+            assert 0.005 < (pixels.min(axis=-1) < 0.9).mean() < 0.5
+        else:
+            root = ET.parse(path).getroot()
+            assert root.tag == "{http://www.w3.org/2000/svg}svg"
+            text = "".join(root.itertext())
+            assert "org/tiny-model" in text
+            assert "n = 30 probes" in text
+
+
+def test_same_numbers_same_bytes_whatever_the_callers_style(saved, tmp_path):
+    with matplotlib.rc_context(
+        {"font.size": 20, "lines.linewidth": 9, "svg.hashsalt": "other", "svg.fonttype": "none"}
+    ):
+        before = dict(matplotlib.rcParams)
+        second = save_figures(made(), tmp_path / "second")
+        assert dict(matplotlib.rcParams) == before
+    assert [path.read_bytes() for path in saved] == [path.read_bytes() for path in second]
+    for path in saved:
+        assert not re.search(rb"20\d\d-\d\d-\d\d|Matplotlib v", path.read_bytes())
+
+
+@pytest.fixture
+def quickly(monkeypatch):
+    """Only one figure, where it does not matter what is drawn."""
+    monkeypatch.setattr("tracer.plots._DRAWERS", {"lens": draw_lens})
+    monkeypatch.setattr("tracer.plots.FIGURES", ("lens",))
+
+
+def test_figures_are_replaced_only_by_force(quickly, tmp_path):
+    (tmp_path / "lens.svg").write_text("mine")
+    with pytest.raises(InputError, match=r"already holds lens\.svg"):
+        save_figures(made(), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["lens.svg"]
+    assert (tmp_path / "lens.svg").read_text() == "mine"
+    save_figures(made(), tmp_path, force=True)
+    assert "<svg" in (tmp_path / "lens.svg").read_text()
+
+
+def test_a_folder_that_cannot_be_written_is_refused_and_left_alone(quickly, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(InputError, match="cannot write"):
+            save_figures(made(), folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_unknown_figures_are_refused():
+    with pytest.raises(InputError, match="no figure 'heatmap': pass one of joint, lens, fragility, evolution"):
+        draw(made(), "heatmap")
+
+
+def test_a_callers_dark_style_does_not_reach_the_figure():
+    with plt.style.context("dark_background"):
+        figure = draw(made(), "lens")
+    assert figure.get_facecolor() == (1, 1, 1, 1)
+    figure.draw_without_rendering()
+    labels = [label for axes in figure.axes for label in axes.get_xticklabels() if label.get_text()]
+    assert {matplotlib.colors.to_hex(label.get_color()) for label in labels} == {"#000000"}
+
+
+def test_pyplot_is_neither_imported_nor_holds_figures(saved):
+    assert plt.get_fignums() == []
+    code = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import tracer.plots; "
+        "assert 'matplotlib.pyplot' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -6,13 +6,13 @@ The contribution of block b is `c_b = resid[b + 1] - resid[b]`. All arithmetic h
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tracer.errors import InputError
+from tracer.errors import InputError, one_of
 from tracer.models.plain import Adapter, BlockSite, State
 from tracer.models.tokens import TokenBatch
 from tracer.statistics import rng
@@ -44,21 +44,8 @@ def ablation_kind(name: str) -> str:
     Raises:
         InputError: unknown name.
     """
-    kind = ALIASES.get(name, name)
-    if kind not in KINDS:
-        raise InputError(f"unknown ablation {name!r}: pass one of {', '.join((*KINDS, *ALIASES))}")
-    return kind
-
-
-def ablation_positions(name: str) -> Positions:
-    """Check the name of a choice of positions.
-
-    Raises:
-        InputError: unknown name.
-    """
-    if name not in get_args(Positions):
-        raise InputError(f"unknown positions {name!r}: pass one of {', '.join(get_args(Positions))}")
-    return name  # type: ignore[return-value]
+    name = one_of("ablation", name, (*KINDS, *ALIASES))
+    return ALIASES.get(name, name)
 
 
 def sweep(kinds: Iterable[str], blocks: Sequence[int], noise_samples: int) -> tuple[Variant, ...]:

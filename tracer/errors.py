@@ -4,6 +4,8 @@ Every message is one line that says what was wrong, the value, and what to pass 
 it without a traceback and exits with the status that the class carries.
 """
 
+from collections.abc import Iterable
+
 
 class TracerError(Exception):
     """Base of all errors raised on purpose."""
@@ -13,6 +15,18 @@ class TracerError(Exception):
 
 class InputError(TracerError, ValueError):
     """Unusable input: a wrong path, a broken line, an unknown name, a contradiction between options."""
+
+
+def one_of(what: str, value: object, options: Iterable[str]) -> str:
+    """The value, when it is one of the options.
+
+    Raises:
+        InputError: it is not.
+    """
+    names = tuple(options)
+    if value not in names:
+        raise InputError(f"unknown {what} {value!r}: pass one of {', '.join(names)}")
+    return str(value)
 
 
 class ModelRefused(TracerError):

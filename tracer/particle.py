@@ -6,16 +6,16 @@ depth d - 1 and d is the work of block d - 1.
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from tracer.errors import InputError
+from tracer.errors import InputError, one_of
 from tracer.probes import MIN_USABLE
 from tracer.statistics import Interval, bootstrap_interval, null_band, permutation_test
 
-Rule = Literal["first_rise", "half_final", "max_rise"]
+RULES = ("first_rise", "half_final", "max_rise")
 
 MIN_ANSWERED = 6
 MIN_DISTINCT = 3
@@ -35,14 +35,13 @@ class ParticleRule:
         rel_rise: smallest rise as a share of the probe's largest, for `first_rise`.
     """
 
-    name: Rule = "first_rise"
+    name: str = "first_rise"
     min_rise: float = 0.05
     rel_rise: float = 0.25
 
     def __post_init__(self) -> None:
         """Refuse unknown rules and shares outside [0, 1]."""
-        if self.name not in get_args(Rule):
-            raise InputError(f"unknown particle rule {self.name!r}: pass one of {', '.join(get_args(Rule))}")
+        one_of("particle rule", self.name, RULES)
         for name in ("min_rise", "rel_rise"):
             if not 0 <= getattr(self, name) <= 1:
                 raise InputError(f"{name} is {getattr(self, name)}: pass a number from 0 to 1")

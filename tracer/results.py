@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
-from tracer.errors import InputError
+from tracer.errors import InputError, one_of
 
 SCHEMA = 1
 FILES = ("arrays.safetensors", "blocks.csv", "probes.jsonl", "run.json")
@@ -58,18 +58,17 @@ class TraceResult:
             block = group["block"]
             flat = {key: value for key, value in group.items() if key != "block"}
             rows.append(flat | {"block": block["estimate"], "block_low": block["low"], "block_high": block["high"]})
-        return pd.DataFrame(rows)
+        numbers = ("block", "block_low", "block_high", "depth", "p_value")
+        return pd.DataFrame(rows).astype(dict.fromkeys(numbers, float))
 
     @property
     def ablations(self) -> tuple[str, ...]:
         """The kinds of ablation that were run."""
         return tuple(self.run["arguments"]["ablations"])
 
-    def to_frame(self, of: Literal["blocks", "probes", "groups"] = "blocks") -> pd.DataFrame:
-        """One of the tables, as a copy."""
-        if of not in ("blocks", "probes", "groups"):
-            raise InputError(f"no table {of!r}: pass blocks, probes or groups")
-        return getattr(self, of).copy()
+    def to_frame(self, of: str = "blocks") -> pd.DataFrame:
+        """One of the tables `blocks`, `probes` and `groups`, as a copy."""
+        return getattr(self, one_of("table", of, ("blocks", "probes", "groups"))).copy()
 
     def summary(self) -> str:
         """The result as text for a terminal."""
@@ -127,9 +126,7 @@ class TraceResult:
                 )
             rows = [json.loads(line) for line in (source / "probes.jsonl").read_text().splitlines()]
             probes = pd.DataFrame(rows).astype({"particle": "Int64"})
-            blocks = pd.read_csv(
-                source / "blocks.csv", dtype={"mixer": str, "module": str}, float_precision="round_trip"
-            )
+            blocks = pd.read_csv(source / "blocks.csv", dtype={"mixer": str, "module": str})
             arrays = load_file(source / "arrays.safetensors")
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             if isinstance(error, InputError):

@@ -29,8 +29,8 @@ def _head(result: TraceResult) -> str:
     kinds = ", ".join(result.ablations) or "none"
     return "\n".join(
         [
-            f"{model['name']}  ({model['anatomy']['model_class']}, {len(result.blocks)} blocks, {model['dtype']}, "
-            f"{model['device']})",
+            f"{model['name']}  ({model['anatomy']['model_class']}, {len(result.blocks)} blocks, "
+            f"{model['dtype']}, {model['device']})",
             f"{len(result.probes)} probes in {len(arguments['groups'])} groups ({arguments['probes']}), "
             f"{answered} answered; ablations {kinds} at {arguments['positions']} positions",
             f"engine {result.run['engine']} on {model['backend']}, {work['seconds']:.0f} s; "

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 import numpy as np
 import torch
@@ -22,7 +22,6 @@ from tracer.ablations import (
     Positions,
     Variant,
     ablation_kind,
-    ablation_positions,
     sweep,
 )
 from tracer.batches import (
@@ -36,7 +35,7 @@ from tracer.batches import (
 )
 from tracer.divergence import MAX_CKA_ROWS, cka_matrix
 from tracer.engine import DEFAULT_BATCH_TOKENS, ReadStreams, block_tokens, run
-from tracer.errors import InputError
+from tracer.errors import InputError, one_of
 from tracer.measures import Measures, measure, rows_of_stream
 from tracer.models.plain import evaluating
 from tracer.models.selfcheck import Engine
@@ -86,14 +85,14 @@ def trace(
     limit: int | None = None,
     ablations: Sequence[str] = ("zero",),
     positions: str = "all",
-    target: TargetReading = "single",
+    target: str = "single",
     rule: str = "first_rise",
     min_rise: float = 0.05,
     rel_rise: float = 0.25,
     noise_samples: int = 8,
     noise_scale: float = 1.0,
     seed: int = 0,
-    engine: Engine | None = None,
+    engine: str | None = None,
     batch_tokens: int = DEFAULT_BATCH_TOKENS,
     out: str | os.PathLike[str] | None = None,
     resume: bool = False,
@@ -142,14 +141,16 @@ def trace(
     kinds = tuple(dict.fromkeys(ablation_kind(name) for name in ablations))
     settings = _Settings(
         kinds,
-        ablation_positions(positions),
-        target,
-        ParticleRule(rule, min_rise, rel_rise),  # type: ignore[arg-type]
+        one_of("positions", positions, get_args(Positions)),  # type: ignore[arg-type]
+        one_of("target", target, get_args(TargetReading)),  # type: ignore[arg-type]
+        ParticleRule(rule, min_rise, rel_rise),
         noise_samples,
         noise_scale,
         seed,
         batch_tokens,
     )
+    if engine is not None:
+        one_of("engine", engine, get_args(Engine))
     folder = None if out is None else Path(out)
     if folder is not None:
         check_free(folder, force=force or resume)
@@ -159,16 +160,17 @@ def trace(
         raise InputError(f"engine 'onepass' is not exact on {opened.name} ({opened.self_check.reason}): pass 'full'")
     if opened.tokenizer is None:
         raise InputError(f"{opened.name} has no tokenizer, so its probes cannot be read: pass tokenizer= to load")
-    tokenized = tokenize(probe_set, opened.tokenizer, target=target, skip_bad=skip_bad)
+    tokenized = tokenize(probe_set, opened.tokenizer, target=settings.target, skip_bad=skip_bad)
     if not tokenized.items:
         first = f" (the first: {tokenized.skipped[0].reason})" if tokenized.skipped else ""
         raise InputError(f"none of the {len(probe_set)} probes of {probe_set.name!r} can be used{first}")
-    plan = _plan(opened, probe_set, tokenized, settings, engine or opened.engine)
+    used = cast(Engine, engine or opened.engine)
+    plan = _plan(opened, probe_set, tokenized, settings, used)
     if folder is not None and resume and (folder / "run.json").exists():
         return _finished(folder, plan)
     store = PartialRun(folder, plan, resume=resume, force=force)
     with evaluating(opened.model):
-        result = _Trace(opened, tokenized, settings, engine or opened.engine, store, progress).run(probe_set, plan)
+        result = _Trace(opened, tokenized, settings, used, store, progress).run(probe_set, plan)
     if folder is not None:
         result.save(folder, force=force or resume)
         store.remove()

@@ -162,13 +162,14 @@ def self_check(
 
     _interrupted_skip(adapter, probe)
     streams = read_streams(adapter, probe)
-    worst, block = max((_difference(x, y[0]), i) for i, (x, y) in enumerate(zip(recorded, streams.inputs, strict=True)))
+    differences = [_difference(x, y[0]) for x, y in zip(recorded, streams.inputs, strict=True)]
+    stream_limit = MAX_GAP if exact else 4 * torch.finfo(logits.dtype).eps
     check(
         "streams",
-        worst,
-        MAX_GAP if exact else 4 * torch.finfo(logits.dtype).eps,
+        max(differences),
+        stream_limit,
         "the residuals that are read are those of the untouched model, relative to their size",
-        f"the largest difference is at depth {block}",
+        f"they differ first at depth {next((d for d, x in enumerate(differences) if x > stream_limit), None)}",
     )
     check(
         "untouched",

@@ -4,18 +4,18 @@ import hashlib
 import json
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from tracer.errors import InputError
+from tracer.errors import one_of
 from tracer.models.anatomy import Anatomy
 from tracer.models.loading import OpenedModel, open_model
 from tracer.models.plain import Adapter
 from tracer.models.selfcheck import Engine, SelfCheck, open_plain
 
-Backend = Literal["auto", "hooks"]
+BACKENDS = ("auto", "hooks")
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def load(
     source: str | PathLike[str] | PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
-    backend: Backend = "auto",
+    backend: str = "auto",
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
     device_map: Any = None,
@@ -142,8 +142,7 @@ def load(
         >>> model = tracer.load("smollm2-135m-instruct-q4_1", dtype="float32")  # doctest: +SKIP
         >>> print(model.anatomy)  # doctest: +SKIP
     """
-    if backend not in ("auto", "hooks"):
-        raise InputError(f"unknown backend {backend!r}: pass auto or hooks")
+    one_of("backend", backend, BACKENDS)
     opened = open_model(
         source,
         tokenizer,

@@ -79,6 +79,7 @@ def save_figures(result: TraceResult, folder: str | PathLike[str], *, force: boo
     with style():
         for name in FIGURES:
             drawn = draw(result, name)
+            drawn.set_layout_engine("none")  # the layout is made; making it again for each file takes most of the time
             contents[f"{name}.png"] = _rendered(drawn, "png", {"Software": None})
             words = " ".join(drawn.get_supxlabel().replace(r"\$", "$").split())
             title = {"Title": f"LayerTracer: {name}", "Description": words}

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -175,8 +175,8 @@ def limit_handles(result: TraceResult) -> list[Artist]:
 
 def needs_log(result: TraceResult) -> bool:
     """Whether most blocks would be flat at zero on a linear axis up to ln 2."""
-    values = _profiles(result, result.ablations)
-    return bool(values.size) and float(np.median(values)) < SMALL_SHARE * MAX_JSD
+    values = [result.blocks[f"jsd_{kind}"] for kind in result.ablations]
+    return bool(values) and float(np.median(values)) < SMALL_SHARE * MAX_JSD
 
 
 def set_jsd_axis(axes: Axes, logarithmic: bool) -> None:
@@ -210,10 +210,6 @@ def _draw_kept(result: TraceResult, kind: str, axes: Axes) -> None:
         return
     blocks = result.blocks
     axes.bar(blocks["block"], blocks[f"kept_{kind}"], width=0.8, facecolor=SKY, edgecolor=BLACK, linewidth=0.5)
-
-
-def _profiles(result: TraceResult, kinds: Sequence[str]) -> Float[np.ndarray, "kinds blocks"]:
-    return np.array([result.blocks[f"jsd_{kind}"] for kind in kinds], dtype=float)
 
 
 def _summary(result: TraceResult, kind: str) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from tracer.plots.style import (
     say,
     set_block_axis,
     share_axis,
+    text_width,
 )
 from tracer.results import TraceResult
 
@@ -64,7 +65,7 @@ def draw_lens(result: TraceResult) -> Figure:
             strip.set_xlabel("block")
     set_block_axis(curves[0], len(result.blocks))
     probability_axis(curves[0])
-    share_axis(strips[0], largest)
+    share_axis(strips[0], largest or 1.0)
     add_legend(
         figure,
         [
@@ -92,7 +93,7 @@ def _draw_group(result: TraceResult, group: dict[str, Any], curve: Axes, strip: 
     member = in_group(result, name)
     counted = member & answered(result)
     x = depth_positions(len(result.arrays["log_p"]))
-    if member.any() and not counted.all() and group["answered"] < group["n"]:
+    if (member & ~counted).any():
         curve.plot(x, mean_probability(result, member), color=GREY, linestyle="--", linewidth=1)
     if counted.any():
         size = marker_size(len(x))
@@ -109,10 +110,18 @@ def _draw_group(result: TraceResult, group: dict[str, Any], curve: Axes, strip: 
     else:
         found += "; no particle"
         say(strip, group["why_not"], 36)
-    curve.set_title(plain(name, 28), loc="left", fontweight="bold", pad=15)
+    curve.set_title(_shortened(name, 165.0), loc="left", fontweight="bold", pad=15)
     words = curve.annotate(found, (0, 1), xycoords="axes fraction", xytext=(0, 4), textcoords="offset points")
     words.set_in_layout(False)  # else a long line would make this column narrower than the others
     return float(shares.max())
+
+
+def _shortened(name: str, points: float) -> str:
+    """As much of a group's name as fits over its panel."""
+    most = len(name)
+    while most > 1 and text_width(plain(name, most), 9, "bold") > points:
+        most -= 1
+    return plain(name, most)
 
 
 def particle_shares(result: TraceResult, counted: np.ndarray) -> Float[np.ndarray, "blocks"]:

@@ -7,13 +7,15 @@ from contextlib import AbstractContextManager
 from pathlib import PurePath
 from typing import Any
 
+import matplotlib
 import matplotlib.style
 import numpy as np
 from jaxtyping import Bool, Float
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.font_manager import fontManager
+from matplotlib.font_manager import FontProperties, fontManager
+from matplotlib.textpath import text_to_path
 from matplotlib.ticker import MaxNLocator
 
 from tracer.results import TraceResult
@@ -114,10 +116,28 @@ def add_caption(figure: Figure, result: TraceResult, about: str, *more: str) -> 
         f"{run['readout']} lens; {ablations}; engine {run['engine']}",
         *more,
     ]
-    width = int(figure.get_figwidth() * 72 / (SMALL * 0.53))
     text = re.sub(r"(\w) ([=−]) (\w)", "\\1\N{NO-BREAK SPACE}\\2\N{NO-BREAK SPACE}\\3", ". ".join(sentences) + ".")
-    text = textwrap.fill(text, width, break_on_hyphens=False)
+    text = _wrapped(text, 0.98 * 72 * figure.get_figwidth())
     figure.supxlabel(text, x=0.01, ha="left", fontsize=SMALL, linespacing=1.3)
+
+
+def text_width(text: str, size: float = SMALL, weight: str = "normal") -> float:
+    """Width in points of one line in the figures' font."""
+    font = FontProperties(family=matplotlib.rcParams["font.family"], size=size, weight=weight)
+    width: float = text_to_path.get_text_width_height_descent(text, font, ismath=False)[0]
+    return width
+
+
+def _wrapped(text: str, points: float) -> str:
+    """Lines of at most this width; counting characters would not do, since they differ too much in width."""
+    lines = [""]
+    for word in text.split(" "):
+        longer = f"{lines[-1]} {word}".lstrip()
+        if text_width(longer) <= points:
+            lines[-1] = longer
+        else:
+            lines.append(word)
+    return "\n".join(lines)
 
 
 def add_legend(figure: Figure, handles: Sequence[Artist]) -> None:

@@ -39,17 +39,20 @@ class Probe:
 
     def __post_init__(self) -> None:
         for name in PROBE_KEYS:
-            value = getattr(self, name)
-            if value is None and name in ("corrupt", "corrupt_target"):
-                continue
-            if not isinstance(value, str):
-                raise InputError(f"{name} must be text, got {type(value).__name__} {value!r}")
-            if not value.strip():
-                raise InputError(f"{name} is empty")
-            if any("\ud800" <= character <= "\udfff" for character in value):
-                raise InputError(f"{name} is not valid UTF-8: {value!r}")
+            _check_text(name, getattr(self, name))
         if (self.corrupt is None) != (self.corrupt_target is None):
             raise InputError("corrupt and corrupt_target come together: give both or neither")
+
+
+def _check_text(name: str, value: object) -> None:
+    if value is None and name in ("corrupt", "corrupt_target"):
+        return
+    if not isinstance(value, str):
+        raise InputError(f"{name} must be text, got {type(value).__name__} {value!r}")
+    if not value.strip():
+        raise InputError(f"{name} is empty")
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise InputError(f"{name} is not valid UTF-8: {value!r}")
 
 
 PROBE_KEYS: tuple[str, ...] = tuple(field.name for field in fields(Probe))
@@ -284,5 +287,7 @@ def _probe(content: object, number: int, default_group: str) -> Probe:
     missing = [key for key in ("prompt", "target") if key not in content]
     if missing:
         raise InputError(f"missing key {missing[0]!r}")
+    for key, value in content.items():
+        _check_text(key, value)
     group = content.get("group", default_group)
     return Probe(**{"id": f"{group}-{number}", **content, "group": group})

@@ -1,0 +1,263 @@
+"""The joint trace from end to end: resume, reload, bad input, and what is kept where."""
+
+import json
+import resource
+from functools import partial
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from planted import planted
+from tiny import VOCAB, tiny, word_tokenizer
+
+import tracer
+from tracer import measures, tracing
+from tracer.probes import Probe
+from tracer.results import FILES, PARTIAL
+
+PROBES = [
+    Probe(" ".join(f"w{3 + (i * j) % 50}" for j in range(1, 3 + i % 5)), f" w{60 + i % 12}", f"group-{i % 2}", f"p{i}")
+    for i in range(24)
+]
+SETTINGS = {"ablations": ["zero", "mean", "resample", "noise"], "noise_samples": 8, "progress": False}
+
+
+@pytest.fixture(scope="module")
+def model() -> tracer.TracedModel:
+    return tracer.load(tiny("llama"), word_tokenizer())
+
+
+def same(a: tracer.TraceResult, b: tracer.TraceResult) -> None:
+    assert a.arrays.keys() == b.arrays.keys()
+    for name, array in a.arrays.items():
+        assert np.array_equal(array, b.arrays[name], equal_nan=array.dtype.kind == "f"), name
+    pd.testing.assert_frame_equal(a.probes, b.probes)
+    pd.testing.assert_frame_equal(a.blocks, b.blocks)
+    timeless = [{k: v for k, v in json.loads(json.dumps(r.run)).items() if k != "work"} for r in (a, b)]
+    assert timeless[0] == timeless[1]
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_saved_result_reloads_as_it_was(model, tmp_path):
+    result = tracer.trace(model, PROBES, out=tmp_path / "run", **SETTINGS)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == sorted(FILES)
+    again = tracer.TraceResult.load(tmp_path / "run")
+    same(result, again)
+    assert again.summary() == result.summary()
+    assert again.run["arguments"]["noise_samples"] == 8
+    assert again.run["model"]["anatomy"]["model_class"] == "LlamaForCausalLM"
+    assert [row["id"] for row in lines(tmp_path / "run" / "probes.jsonl")] == [p.id for p in PROBES]
+
+
+def test_a_missing_value_is_null(model, tmp_path):
+    tracer.trace(model, PROBES, out=tmp_path / "run", progress=False)
+    rows = lines(tmp_path / "run" / "probes.jsonl")
+    assert all(row["particle"] is None for row in rows if not row["answered"] and row["rise"] is None)
+    assert any(row["particle"] is None for row in rows)
+    assert "NaN" not in (tmp_path / "run" / "run.json").read_text()
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, RuntimeError])
+def test_interrupted_trace_goes_on_and_equals_an_uninterrupted_one(model, tmp_path, monkeypatch, interrupt):
+    settings = SETTINGS | {"batch_tokens": 128}
+    whole = tracer.trace(model, PROBES, out=tmp_path / "whole", **settings)
+    assert whole.run["work"]["batches"] >= 4
+    real, calls = tracing.run, []
+
+    def breaks(*args, **kwargs):
+        if len(calls) == 2:
+            raise interrupt("Ctrl-C")
+        calls.append(1)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(tracing, "run", breaks)
+    with pytest.raises(interrupt):
+        tracer.trace(model, PROBES, out=tmp_path / "run", **settings)
+    assert len(list((tmp_path / "run" / PARTIAL).glob("*.safetensors"))) == 2
+    with pytest.raises(tracer.InputError, match="not a finished result.*--resume"):
+        tracer.TraceResult.load(tmp_path / "run")
+    with pytest.raises(tracer.InputError, match="2 finished batches of an interrupted trace"):
+        tracer.trace(model, PROBES, out=tmp_path / "run", **settings)
+    with pytest.raises(tracer.InputError, match="begun with another arguments"):
+        tracer.trace(model, PROBES, out=tmp_path / "run", resume=True, **(settings | {"seed": 1}))
+
+    counted = []
+    monkeypatch.setattr(tracing, "run", lambda *a, **k: counted.append(1) or real(*a, **k))
+    resumed = tracer.trace(model, PROBES, out=tmp_path / "run", resume=True, **settings)
+    assert len(counted) == whole.run["work"]["batches"] - 2
+    same(whole, resumed)
+    assert not (tmp_path / "run" / PARTIAL).exists()
+
+
+def test_finished_trace_is_loaded_not_repeated(model, tmp_path, monkeypatch):
+    first = tracer.trace(model, PROBES, out=tmp_path / "run", progress=False)
+    monkeypatch.setattr(tracing, "run", None)
+    same(first, tracer.trace(model, PROBES, out=tmp_path / "run", resume=True, progress=False))
+    with pytest.raises(tracer.InputError, match="holds a result with another arguments"):
+        tracer.trace(model, PROBES, out=tmp_path / "run", positions="last", resume=True, progress=False)
+    with pytest.raises(tracer.InputError, match="already holds a result"):
+        tracer.trace(model, PROBES, out=tmp_path / "run", progress=False)
+
+
+def test_result_of_another_folder_is_not_touched(model, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("precious")
+    for force in (False, True):
+        with pytest.raises(tracer.InputError, match=r"holds other files \(thesis.tex\)"):
+            tracer.trace(model, PROBES, out=tmp_path / "mine", force=force, progress=False)
+    assert (tmp_path / "mine" / "thesis.tex").read_text() == "precious"
+
+
+def test_full_disk_leaves_no_half_written_result(model, tmp_path, monkeypatch):
+    import pathlib
+
+    real = pathlib.Path.write_bytes
+
+    def full(self, content):
+        if self.name == "run.json":
+            raise OSError(28, "No space left on device")
+        return real(self, content)
+
+    monkeypatch.setattr(pathlib.Path, "write_bytes", full)
+    with pytest.raises(tracer.InputError, match="No space left on device"):
+        tracer.trace(model, PROBES, out=tmp_path / "run", progress=False)
+    monkeypatch.undo()
+    left = {path.name for path in (tmp_path / "run").iterdir()}
+    assert left == {PARTIAL}, "finished batches are kept, nothing else"
+    assert not list(tmp_path.glob(".*"))
+    tracer.trace(model, PROBES, out=tmp_path / "run", resume=True, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ablations": ["zap"]}, "unknown ablation 'zap': pass one of zero, mean"),
+        ({"positions": "first"}, "unknown positions 'first': pass one of all, not_first, last"),
+        ({"groups": ["group-7"]}, "group-7"),
+        ({"target": "all"}, "unknown target 'all'"),
+        ({"engine": "fast"}, "unknown engine 'fast'"),
+        ({"rule": "steep"}, "unknown particle rule 'steep'"),
+        ({"min_rise": 2.0}, "min_rise is 2.0"),
+        ({"noise_samples": 0}, "noise_samples is 0"),
+        ({"batch_tokens": 0}, "batch_tokens is 0"),
+        ({"limit": 0}, "limit is 0"),
+        ({"probes": []}, "no probes"),
+        ({"probes": [Probe("w1 w2", " w3", "lonely", "x")], "ablations": ["resample"]}, "alone in its group"),
+    ],
+)
+def test_bad_arguments_are_refused_in_one_line(model, tmp_path, options, message):
+    probes = options.pop("probes", PROBES)
+    with pytest.raises(tracer.InputError, match=message) as caught:
+        tracer.trace(model, probes, out=tmp_path / "run", progress=False, **options)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run" / "run.json").exists()
+
+
+def test_unreadable_results_are_refused(model, tmp_path):
+    with pytest.raises(tracer.InputError, match="no result folder"):
+        tracer.TraceResult.load(tmp_path / "nowhere")
+    tracer.trace(model, PROBES, out=tmp_path / "run", progress=False)
+    arrays = tmp_path / "run" / "arrays.safetensors"
+    arrays.write_bytes(arrays.read_bytes()[:-100])
+    with pytest.raises(tracer.InputError, match="is damaged"):
+        tracer.TraceResult.load(tmp_path / "run")
+
+
+def test_intervals_and_tables_are_complete(model):
+    result = tracer.trace(model, PROBES, **SETTINGS)
+    for kind in result.ablations:
+        jsd = result.arrays[f"jsd_{kind}"]
+        assert np.allclose(result.blocks[f"jsd_{kind}"], jsd.mean(axis=1))
+        assert (result.blocks[f"jsd_low_{kind}"] <= result.blocks[f"jsd_{kind}"]).all()
+        assert (result.blocks[f"jsd_high_{kind}"] >= result.blocks[f"jsd_{kind}"]).all()
+        assert np.allclose(result.blocks[f"jsd_share_{kind}"], jsd.mean(axis=1) / np.log(2))
+        entry = next(e for e in result.run["fragility"] if e["ablation"] == kind)
+        assert int(jsd.mean(axis=1).argmax()) in entry["fragile"]
+        assert 0 not in entry["fragile_without_first"]
+    by_draw = result.arrays["jsd_noise_by_sample"]
+    assert by_draw.shape == (8, 4)
+    assert np.allclose(by_draw.mean(axis=0), result.blocks["jsd_noise"])
+    assert (result.blocks["jsd_noise_draw_low"] < result.blocks["jsd_noise"]).all()
+    assert result.to_frame("groups")["n"].tolist() == [12, 12]
+    with pytest.raises(tracer.InputError, match="unknown table 'layers'"):
+        result.to_frame("layers")
+
+
+def test_cka_appears_from_fifty_probes_on(model):
+    many = [Probe(p.prompt + f" w{i % 40}", p.target, p.group, f"q{i}") for i, p in enumerate(PROBES * 3)]
+    assert "cka" not in tracer.trace(model, many[:49], ablations=[], progress=False).arrays
+    result = tracer.trace(model, many, ablations=[], progress=False)
+    cka = result.arrays["cka"]
+    assert cka.shape == (5, 5)
+    assert np.allclose(np.diag(cka), 1, atol=1e-6)
+    # and it is that of the streams which plain forwards give, whatever the batches were
+    from oracle import streams
+
+    from tracer.divergence import debiased_cka
+
+    tokenizer = word_tokenizer()
+    rows = [streams(model.model, tokenizer.encode(p.prompt)) for p in many]
+    first, last = (torch.stack([row[depth][-1] for row in rows]) for depth in (1, 4))
+    assert cka[1, 4] == pytest.approx(debiased_cka(first, last), abs=1e-4)
+
+
+def test_flat_profile_warns_and_a_model_with_biases_is_not_flat(model):
+    flat = tracer.trace(model, PROBES, ablations=["zero_stream"], progress=False)
+    assert np.ptp(flat.arrays["jsd_zero_stream"], axis=0).max() < 1e-6
+    assert any("flat" in note for note in flat.run["warnings"])
+    assert any("erases everything" in note for note in flat.run["warnings"])
+    biased = tracer.trace(
+        tracer.load(tiny("gpt2"), word_tokenizer()), PROBES, ablations=["zero_stream"], progress=False
+    )
+    assert np.ptp(biased.blocks["jsd_zero_stream"]) > 1e-3
+    assert not any("flat" in note for note in biased.run["warnings"])
+
+
+def test_softmax_is_exact_in_low_precision():
+    model = tracer.load(tiny("llama").to(torch.bfloat16), word_tokenizer())
+    result = tracer.trace(model, PROBES, progress=False)
+    assert result.run["model"]["dtype"] == "bfloat16"
+    p = np.exp(result.arrays["rival_log_p/group-0"])
+    assert (p.sum(axis=2) <= 1 + 1e-6).all()
+    plain = tracer.trace(tracer.load(tiny("llama"), word_tokenizer()), PROBES, progress=False)
+    assert np.abs(result.arrays["jsd_zero"] - plain.arrays["jsd_zero"]).max() < 0.1
+
+
+def test_a_model_without_tokenizer_is_refused():
+    with pytest.raises(tracer.InputError, match="no tokenizer"):
+        tracer.trace(tracer.load(tiny("llama")), PROBES, progress=False)
+
+
+def test_repeated_traces_do_not_grow():
+    model = tracer.load(planted(2), word_tokenizer(64))
+    probes = [Probe(f"w{i} w{i + 1}", f" w{i + 2}", "g", f"p{i}") for i in range(12)]
+    tracer.trace(model, probes, progress=False)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(20):
+        tracer.trace(model, probes, progress=False)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50 * 1024
+
+
+@pytest.mark.parametrize("rows", [1, 6, 1000])
+def test_no_more_than_one_chunk_of_logits_at_a_time(model, monkeypatch, rows):
+    """The lens never holds [depths, pos, vocab], and the size of a chunk changes no result."""
+    whole = tracer.trace(model, PROBES, progress=False)
+    chunks = []
+
+    def counting(*args):
+        logits = unembed(*args)
+        assert logits.grad_fn is None
+        chunks.append(len(logits))
+        return logits
+
+    unembed = measures.unembed
+    monkeypatch.setattr(measures, "unembed", counting)
+    monkeypatch.setattr(tracing, "measure", partial(measures.measure, max_logits=rows * VOCAB))
+    chunked = tracer.trace(model, PROBES, progress=False)
+    assert max(chunks) <= rows
+    assert np.allclose(whole.arrays["jsd_zero"], chunked.arrays["jsd_zero"], atol=1e-6)
+    assert np.allclose(whole.arrays["log_p"], chunked.arrays["log_p"], atol=1e-5)
