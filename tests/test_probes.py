@@ -1,5 +1,6 @@
 """Probe sets are read strictly, and token ids are those that the model would see."""
 
+import inspect
 import json
 import re
 from collections.abc import Callable
@@ -29,7 +30,7 @@ CORPUS = [
     "The capital of Italy is Rome",
     "Paris Madrid Rome",
     "a b is",
-    "法国的首都是巴黎",
+    "法 国 的 首 都 是 巴 黎",
 ] * 20
 WORDINGS = json.loads((shipped_folder() / "wordings.json").read_text(encoding="utf-8"))
 
@@ -69,7 +70,7 @@ def test_a_csv_file_keeps_the_space_of_a_target(write):
     probes = read_probes(str(write(data.encode(), "mine.csv")))
     assert probes.probes == (
         Probe("Yes, or", " no", "g", "g-2"),
-        Probe("a\nb", " c", "h", "h-4", "d\ne", " f"),
+        Probe("a\nb", " c", "h", "h-3", "d\ne", " f"),
     )
 
 
@@ -262,6 +263,12 @@ def test_a_bos_stands_in_front_once_and_nothing_is_appended(gpt, llama, with_eos
     assert with_eos.encode("Paris")[-1] == with_eos.eos_token_id
 
 
+def test_a_prefix_of_several_special_tokens_is_not_doubled_either():
+    tokenizer = with_template(byte_level(), "</s> <s> $A")
+    assert texts(tokenizer, token_ids(tokenizer, "Paris")) == ["</s>", "<s>", "Paris"]
+    assert texts(tokenizer, token_ids(tokenizer, "</s><s>Paris")) == ["</s>", "<s>", "Paris"]
+
+
 def test_an_appended_eos_stands_neither_before_nor_in_the_target(with_eos):
     item = one(with_eos, "The capital of France is", " Paris").items[0]
     assert texts(with_eos, item.prompt_ids) == ["<s>", "The", "Ġcapital", "Ġof", "ĠFrance", "Ġis"]
@@ -315,7 +322,8 @@ def test_a_target_of_several_tokens_needs_a_declared_reading(gpt):
     assert texts(gpt, one(gpt, prompt, " Paris Rome", target="first").items[0].target_ids) == ["ĠParis"]
     assert texts(gpt, one(gpt, prompt, " Paris Rome", target="joint").items[0].target_ids) == ["ĠParis", "ĠRome"]
     with pytest.raises(InputError, match="target='last': pass one of single, first, joint"):
-        tokenize(read_probes([LINE]), gpt, target="last")
+        # Under pytest the annotations are checked before the body; users have no such check.
+        inspect.unwrap(tokenize)(read_probes([LINE]), gpt, target="last")
 
 
 def test_the_first_fragment_of_a_character_is_flagged():

@@ -160,11 +160,13 @@ def trace(
         click.echo(f"\ntracer: interrupted; finished batches are kept, go on with: --out {out} --resume", err=True)
         sys.exit(130)
     click.echo(result.summary())
-    if not no_figures:
+    if no_figures:
+        click.echo(f"\nsaved in {out}")
+    else:
         from tracer.plots import save_figures
 
         save_figures(result, _path(out) / "figures", force=True)
-    click.echo(f"\nsaved in {out}" + ("" if no_figures else f", figures in {_path(out) / 'figures'}"))
+        click.echo(f"\nsaved in {out}, figures in its folder figures")
 
 
 _LOAD_OPTIONS = ("dtype", "device", "device_map", "revision", "trust_remote_code", "backend")

@@ -12,8 +12,9 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from tracer.errors import InputError, one_of
+from tracer.permutation import null_band, permutation_test
 from tracer.probes import MIN_USABLE
-from tracer.statistics import Interval, bootstrap_interval, null_band, permutation_test
+from tracer.statistics import Interval, bootstrap_interval
 
 RULES = ("first_rise", "half_final", "max_rise")
 

@@ -288,18 +288,21 @@ def point_hub_to(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", endpoint)
     template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", endpoint)
+    monkeypatch.setattr(transformers.utils.hub, "_hf_api", None, raising=False)  # it remembers its endpoint
 
 
 @pytest.fixture
-def hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[http.server.ThreadingHTTPServer]:
-    """The folder as `org/llama`, beside a gated model; everything else is not found."""
+def hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[http.server.ThreadingHTTPServer, list[str]]]:
+    """A server of the folder as `org/llama`, beside a gated model, and the paths that it was asked for."""
+
+    asked: list[str] = []
 
     class Hub(http.server.BaseHTTPRequestHandler):
         def do_HEAD(self) -> None:
             self.do_GET()
 
         def do_GET(self) -> None:
+            asked.append(self.path)
             repository, _, rest = self.path.partition("/resolve/")
             revision, _, name = rest.partition("?")[0].partition("/")
             if self.path.startswith("/api/models/org/llama/tree/"):
@@ -330,23 +333,25 @@ def hub(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[http.server.T
 
     server = serve(Hub)
     point_hub_to(f"http://127.0.0.1:{server.server_port}", monkeypatch)
-    yield server
+    yield server, asked
     server.shutdown()
     server.server_close()
 
 
 @pytest.mark.hub
 def test_hub_model_opens_and_later_from_the_local_cache(
-    hub: http.server.ThreadingHTTPServer, llama: PreTrainedModel
+    hub: tuple[http.server.ThreadingHTTPServer, list[str]], llama: PreTrainedModel
 ) -> None:
+    server, asked = hub
     opened = open_model("org/llama", progress=False)
     assert equal_weights(opened.model, llama)
     assert (opened.kind, opened.name, opened.revision, opened.notes) == ("hub", "org/llama", COMMIT, ())
     assert opened.tokenizer is not None
+    assert {path.split("/")[4] for path in asked if path.endswith("model.safetensors")} == {COMMIT}
     assert open_model("org/llama", revision=COMMIT, progress=False).revision == COMMIT
 
-    hub.shutdown()
-    hub.server_close()
+    server.shutdown()
+    server.server_close()
     start = time.monotonic()
     offline = open_model("org/llama", progress=False)
     assert time.monotonic() - start < 5
@@ -375,7 +380,8 @@ def test_what_the_hub_refuses_is_said() -> None:
 
 
 @pytest.mark.hub
-def test_hub_model_without_config_is_refused(hub: http.server.ThreadingHTTPServer, folder: Path) -> None:
+@pytest.mark.usefixtures("hub")
+def test_hub_model_without_config_is_refused(folder: Path) -> None:
     (folder / "config.json").unlink()
     refused("org/llama", r"org/llama has no config\.json")
 

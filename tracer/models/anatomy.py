@@ -5,12 +5,12 @@ of the container whose calls hand a float tensor from one to the next. A second 
 dimensions are the batch and which the positions. What is found is only a proposal: `selfcheck.py` proves it.
 """
 
-import itertools
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -110,13 +110,15 @@ class Anatomy:
         }
 
     def __str__(self) -> str:
-        kinds = Counter(self.mixers)
-        blocks = ", ".join(f"{n} x {kind}" for kind, n in kinds.items())
+        runs = [(kind, [i for i, _ in run]) for kind, run in groupby(enumerate(self.mixers), lambda item: item[1])]
+        spans = ((f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]), kind) for kind, run in runs)
+        blocks = ", ".join(f"{span} {kind}" for span, kind in spans)
         pattern = re.sub(r"\d+", "*", self.calls[0].module)
         output = "output" + "".join(f"[{key!r}]" for key in self.output_path)
         lines = [
             f"class          {self.model_class}",
-            f"blocks         {self.n_blocks} ({blocks}), called as {pattern}",
+            f"blocks         {self.n_blocks}, called as {pattern}",
+            f"mixers         {blocks}",
             f"residual       {_spell(self.input_path)} -> {output}, shape {list(self.stream_shape)} for a "
             f"{PROBE_ROWS} x {PROBE_LENGTH} probe (batch dim {self.batch_dim}, position dim {self.position_dim})",
             f"tail           {' -> '.join(self.tail) or '(none found)'}",
@@ -238,7 +240,7 @@ def _blocks(model: nn.Module, calls: Sequence[ModuleCall]) -> tuple[list[ModuleC
             continue
         items = set(module.children())
         inside = [call for call in calls if call.module in items]
-        pairs = Counter(pair for a, b in itertools.pairwise(inside) for pair in _links(a, b))
+        pairs = Counter(pair for a, b in pairwise(inside) for pair in _links(a, b))
         if pairs:
             candidates[name] = (inside, pairs)
     # A chain inside an item of another chain (the layers of an MLP inside a block) is not the stack of blocks.
@@ -271,7 +273,7 @@ def _links(a: ModuleCall, b: ModuleCall) -> set[tuple[Path, Path]]:
 def _carried(blocks: Sequence[ModuleCall], output_path: Path, input_path: Path) -> tuple[tuple[Path, Path], ...]:
     """Tensors beside the residual that a block makes and the next one receives (router states, indexer indices)."""
     found: dict[tuple[Path, Path], None] = {}
-    for a, b in itertools.pairwise(blocks):
+    for a, b in pairwise(blocks):
         received = [x for _, x in leaves(a.arguments)]
         for out, x in leaves(a.output):
             if any(x is y for y in received):

@@ -32,10 +32,14 @@ def convert_gguf(path: str | os.PathLike[str], *, progress: bool = True) -> Path
     source = Path(path).expanduser().resolve()
     if not source.is_file():
         raise InputError(f"no such file: {path}")
-    with source.open("rb") as file:
-        if file.read(4) != b"GGUF":
-            raise InputError(f"{path} is not a GGUF file: it does not start with the bytes 'GGUF'")
-    digest = file_sha256(source)
+    try:
+        with source.open("rb") as file:
+            magic = file.read(4)
+        digest = file_sha256(source)
+    except OSError as error:
+        raise InputError(f"cannot read {path} ({one_line(error)})") from error
+    if magic != b"GGUF":
+        raise InputError(f"{path} is not a GGUF file: it does not start with the bytes 'GGUF'")
 
     def build(_: Path, folder: Path) -> dict[str, Any]:
         write_checkpoint(source, folder, what=str(path), progress=progress)

@@ -126,7 +126,7 @@ def open_model(
         except torch.OutOfMemoryError as error:
             where = place if place is not None else f"the devices of device_map={device_map!r}"
             raise InputError(f"{located.name} does not fit on {where}; pass a smaller dtype=") from error
-        except (OSError, ValueError, ImportError, KeyError, SafetensorError) as error:
+        except (OSError, ValueError, ImportError, KeyError, SafetensorError, hub_errors.HTTPError) as error:
             reason = one_line(error)
             if "trust_remote_code" in str(error):
                 reason = "it needs model code of its own; pass trust_remote_code=True if you trust that code"

@@ -65,7 +65,7 @@ def draw_evolution(result: TraceResult) -> Figure:
 
 
 def _draw_cka(result: TraceResult, figure: Figure, axes: Axes) -> None:
-    axes.set_title("similarity of depths (debiased linear CKA)", loc="left", fontsize=8)
+    axes.set_title("debiased linear CKA between depths", loc="left", fontsize=8)
     axes.grid(False)
     if "cka" not in result.arrays:
         axes.set_xticks([])
@@ -76,7 +76,7 @@ def _draw_cka(result: TraceResult, figure: Figure, axes: Axes) -> None:
     cka = result.arrays["cka"]
     below = "min" if np.nanmin(cka) < 0 else "neither"
     image = axes.imshow(cka, origin="lower", cmap="viridis", vmin=0, vmax=1, interpolation="nearest")
-    figure.colorbar(image, ax=axes, extend=below, shrink=0.8)
+    figure.colorbar(image, ax=axes, extend=below, shrink=0.8, ticks=[0, 0.5, 1])
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
     axes.set_xlabel("depth d")

@@ -119,7 +119,7 @@ def _draw_group(result: TraceResult, group: dict[str, Any], curve: Axes, strip: 
 def _shortened(name: str, points: float) -> str:
     """As much of a group's name as fits over its panel."""
     most = len(name)
-    while most > 1 and text_width(plain(name, most), 9, "bold") > points:
+    while most > 1 and text_width(plain(name, most), 9.0, "bold") > points:
         most -= 1
     return plain(name, most)
 

@@ -77,7 +77,7 @@ def style() -> AbstractContextManager[None]:
         "lines.linewidth": 1.4,
         "hatch.linewidth": 0.6,
         "svg.fonttype": "path",
-        "svg.hashsalt": "layertracer",
+        
     }
     return matplotlib.style.context(settings, after_reset=True)
 
@@ -117,7 +117,7 @@ def add_caption(figure: Figure, result: TraceResult, about: str, *more: str) -> 
         *more,
     ]
     text = re.sub(r"(\w) ([=−]) (\w)", "\\1\N{NO-BREAK SPACE}\\2\N{NO-BREAK SPACE}\\3", ". ".join(sentences) + ".")
-    text = _wrapped(text, 0.98 * 72 * figure.get_figwidth())
+    text = _wrapped(text, 0.94 * 72 * figure.get_figwidth())
     figure.supxlabel(text, x=0.01, ha="left", fontsize=SMALL, linespacing=1.3)
 
 

@@ -229,12 +229,15 @@ def _csv_records(path: Path, text: str) -> Iterator[tuple[str, int, object]]:
     reader = csv.reader(io.StringIO(text, newline=""))
     header: list[str] | None = None
     while True:
+        # A quoted cell may span lines; a row is known by its first one.
+        number = reader.line_num + 1
+        where = f"{path}:{number}"
         try:
             row = next(reader)
         except StopIteration:
             return
         except csv.Error as error:
-            yield f"{path}:{reader.line_num}", reader.line_num, InputError(f"not CSV ({error})")
+            yield where, number, InputError(f"not CSV ({error})")
             continue
         if not any(row):
             continue
@@ -243,17 +246,15 @@ def _csv_records(path: Path, text: str) -> Iterator[tuple[str, int, object]]:
             unknown = [name for name in header if name not in PROBE_KEYS]
             if unknown or len(set(header)) < len(header) or not {"prompt", "target"} <= set(header):
                 raise InputError(
-                    f"{path}:{reader.line_num}: the header is {','.join(row)!r}: pass prompt,target and "
+                    f"{where}: the header is {','.join(row)!r}: pass prompt,target and "
                     f"optionally {', '.join(PROBE_KEYS[2:])}, each once"
                 )
-            continue
-        where = f"{path}:{reader.line_num}"
-        if len(row) != len(header):
-            yield where, reader.line_num, InputError(f"{len(row)} columns where the header has {len(header)}")
+        elif len(row) != len(header):
+            yield where, number, InputError(f"{len(row)} columns where the header has {len(header)}")
         else:
             # An empty cell of an optional column means that the key is absent.
             cells = zip(header, row, strict=True)
-            yield where, reader.line_num, {k: v for k, v in cells if v or k in ("prompt", "target")}
+            yield where, number, {key: cell for key, cell in cells if cell or key in ("prompt", "target")}
 
 
 def _parse(

@@ -107,10 +107,8 @@ def token_ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
     start = next((i for i in starts if full[i : i + len(body)] == body), None)
     if start is None:
         raise InputError(f"the tokenizer reads {text!r} differently when it adds special tokens")
-    prefix = full[:start]
-    while prefix and prefix[-1] == body[0]:
-        prefix.pop()
-    ids = prefix + body
+    # A text that was saved with its special tokens, from a chat template for instance, needs no second set of them.
+    ids = body if body[:start] == full[:start] else full[:start] + body
     while len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:
         ids.pop(0)
     return tuple(ids)
