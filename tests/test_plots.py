@@ -412,14 +412,15 @@ def test_the_folder_of_a_local_model_is_not_shown():
 
 
 def test_users_text_is_no_mathematics(quickly, tmp_path):
-    name = r"a $\frac{1}{2}$ and \$5 $\nosuchcommand$"
-    result = made(4, {name: (12, 9), "two\nlines\x07": (12, 9)}, name="$model$ <&>")
-    _, svg = save_figures(result, tmp_path)  # raises on mathematics that cannot be parsed
+    # Taken as mathematics, each of the first two is an error.
+    groups = {r"$\nosuch$": (12, 9), r"\$ $\nosuch$": (12, 9), "two\nlines\x07": (12, 9)}
+    result = made(4, groups, name=r"$\none$ <&>")
+    _, svg = save_figures(result, tmp_path)
     text = "".join(ET.parse(svg).getroot().itertext())
-    assert "$model$ <&>" in text
-    assert "two lines" in text
-    # What is drawn is written beside its outlines as a comment.
-    assert rb"<!-- a $\frac{1}{2}$" in svg.read_bytes()
+    for part in (r"$\none$ <&>", r"$\nosuch$, \$ $\nosuch$, two lines"):
+        assert part in text
+    assert r"\$\none\$" not in text
+    draw(made(4, {r"$\nosuch$": (12, 9)}, mixers=(r"$\nosuch$", "attention")), "joint")
 
 
 @pytest.mark.filterwarnings("ignore:Glyph")

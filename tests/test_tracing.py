@@ -182,6 +182,13 @@ def test_intervals_and_tables_are_complete(model):
     assert by_draw.shape == (8, 4)
     assert np.allclose(by_draw.mean(axis=0), result.blocks["jsd_noise"])
     assert (result.blocks["jsd_noise_draw_low"] < result.blocks["jsd_noise"]).all()
+    one = result.fragility("mean", "group-1")
+    mine = result.arrays["jsd_mean"][:, result.probes["group"] == "group-1"]
+    assert one.n == 12
+    assert np.allclose(one.table["jsd"], mine.mean(axis=1))
+    pd.testing.assert_series_equal(
+        result.fragility("mean").table["jsd_low"], result.blocks["jsd_low_mean"], check_names=False
+    )
     assert result.to_frame("groups")["n"].tolist() == [12, 12]
     with pytest.raises(tracer.InputError, match="unknown table 'layers'"):
         result.to_frame("layers")

@@ -209,7 +209,7 @@ class Edits:
             before: stream before the block.
             after: stream after it.
         """
-        mask = self.mask
+        mask, before = self.mask, before.to(after.device)
         if variant.kind == "zero":
             new = before
         elif variant.kind == "zero_stream":

@@ -212,6 +212,7 @@ def _unembed(adapter: Adapter, items: Sequence[Tensor], targets: Targets, reads:
     """`[items, reads, vocab]` logits."""
     dim = adapter.anatomy.batch_dim
     index = torch.as_tensor(reads)
-    stacked = torch.cat([item.index_select(dim, index.to(item.device)) for item in items], dim)
+    device = items[-1].device  # a model spread over devices leaves its streams where its blocks are
+    stacked = torch.cat([item.index_select(dim, index.to(item.device)).to(device) for item in items], dim)
     logits = unembed(adapter, stacked, targets.inputs[index].repeat(len(items)))
     return logits.view(len(items), len(reads), -1)

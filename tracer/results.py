@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from tracer.errors import InputError, one_of
+from tracer.fragility import Fragility, fragility
 
 SCHEMA = 1
 FILES = ("arrays.safetensors", "blocks.csv", "probes.jsonl", "run.json")
@@ -65,6 +66,30 @@ class TraceResult:
     def ablations(self) -> tuple[str, ...]:
         """The kinds of ablation that were run."""
         return tuple(self.run["arguments"]["ablations"])
+
+    def fragility(self, kind: str, group: str | None = None) -> Fragility:
+        """Fragility of every block under one ablation, for all probes or one group.
+
+        Args:
+            kind: one of `ablations`.
+            group: only the probes of this group.
+        """
+        kind = one_of("ablation of this result", kind, self.ablations)
+        groups = self.probes["group"].to_numpy()
+        chosen = np.ones(len(groups), dtype=bool)
+        if group is not None:
+            chosen = groups == one_of("group", group, dict.fromkeys(groups))
+        arrays = self.arrays
+        return fragility(
+            kind,
+            arrays[f"jsd_{kind}"][:, chosen],
+            (arrays[f"log_p_{kind}"] - arrays["log_p"][-1])[:, chosen],
+            arrays[f"answered_{kind}"][:, chosen],
+            self.probes["answered"].to_numpy(dtype=bool)[chosen],
+            arrays["ceiling"][chosen],
+            list(groups[chosen]),
+            seed=self.run["arguments"]["seed"],
+        )
 
     def to_frame(self, of: str = "blocks") -> pd.DataFrame:
         """One of the tables `blocks`, `probes` and `groups`, as a copy."""

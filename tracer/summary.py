@@ -33,8 +33,9 @@ def _head(result: TraceResult) -> str:
             f"{model['dtype']}, {model['device']})",
             f"{len(result.probes)} probes in {len(arguments['groups'])} groups ({arguments['probes']}), "
             f"{answered} answered; ablations {kinds} at {arguments['positions']} positions",
-            f"engine {result.run['engine']} on {model['backend']}, {work['seconds']:.0f} s; {result.run['readout']} lens, "
-            f"particle rule {arguments['rule']}, seed {arguments['seed']}, 95 % intervals",
+            f"engine {result.run['engine']} on {model['backend']}, {work['seconds']:.0f} s; "
+            f"{result.run['readout']} lens, particle rule {arguments['rule']}, seed {arguments['seed']}; "
+            "95 % intervals",
         ]
     )
 

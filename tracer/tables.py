@@ -65,7 +65,7 @@ def particles_of(
         p = np.exp(arrays["log_p"][:, index])
         particles[index] = task_particles(p, None if band is None else band[1], rule)
         results.append(group_particle(group, log_p, own, answered[index], particles[index], seed=seed))
-        arrays[f"rival_log_p/{group}"] = log_p
+        arrays[f"rival_log_p/{group}"] = log_p.astype(np.float32)
         if band is not None:
             arrays[f"null_low/{group}"], arrays[f"null_high/{group}"] = band
     return particles, results

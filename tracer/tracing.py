@@ -1,5 +1,7 @@
 """The joint trace: where a model executes tasks and where it is fragile, from one pass over its blocks."""
 
+import hashlib
+import json
 import os
 import platform
 import time
@@ -190,11 +192,12 @@ def _plan(
     model: TracedModel, probes: ProbeSet, tokenized: TokenizedProbes, settings: _Settings, engine: Engine
 ) -> dict[str, Any]:
     """Everything that the numbers depend on, as plain data."""
+    content = [[i.probe.id, i.probe.group, i.prompt_ids, i.target_ids] for i in tokenized.items]
     return {
         "model": model.fingerprint(),
         "backend": model.backend,
         "engine": engine,
-        "probes": [[i.probe.id, i.probe.group, i.prompt_ids, i.target_ids] for i in tokenized.items],
+        "probes": hashlib.sha256(json.dumps(content).encode()).hexdigest(),
         "arguments": {
             "model": model.name,
             "probes": probes.name,
@@ -243,9 +246,11 @@ class _Trace:
         self.variants = sweep(settings.ablations, range(model.n_blocks), settings.noise_samples)
         chosen = rng(settings.seed, "cka").permutation(len(self.items))[:MAX_CKA_ROWS]
         self.cka_probes = set(chosen.tolist())
+        self.calibration: Calibration | None = None
 
     def run(self, probe_set: ProbeSet, plan: dict[str, Any]) -> TraceResult:
         began = time.perf_counter()
+        self.calibration = self._calibration()
         batches = probe_batches(self.items, self.table, self.settings.batch_tokens)
         joint = [group for group in self.table.targets if self.table.joint(group)]
         work = [(f"{BATCH}{n:05d}", batch, self.variants) for n, batch in enumerate(batches)]
@@ -264,7 +269,6 @@ class _Trace:
     def _measure_all(self, work: Sequence[tuple[str, ProbeBatch, Sequence[Variant]]]) -> int:
         """Run every batch that is not in the store yet; returns the tokens that passed through blocks."""
         todo = [item for item in work if item[0] not in self.store]
-        calibration = self._calibration() if todo else None
         donors = choose_donors(self.items, self.settings.seed) if "resample" in self.settings.ablations else {}
         total = sum(
             block_tokens(self.model.n_blocks, variants, batch.tokens.ids.numel(), self.engine)
@@ -278,7 +282,7 @@ class _Trace:
                     self.settings.ablations if variants else (),
                     self.settings.positions,
                     donors=donors,
-                    calibration=calibration,
+                    calibration=self.calibration,
                     seed=self.settings.seed,
                     noise_scale=self.settings.noise_scale,
                 )
@@ -377,6 +381,7 @@ class _Trace:
             "model": self.model.describe(),
             "engine": self.engine,
             "readout": "logit",
+            "calibration": None if self.calibration is None else {"tokens_first_and_other": self.calibration.tokens},
             "plan": plan,
             "versions": plan["versions"],
             "work": work | {"batches": len(batches), "threads": torch.get_num_threads()},

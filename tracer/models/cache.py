@@ -7,15 +7,14 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import transformers
 from filelock import FileLock
 from safetensors import SafetensorError
 
 from tracer.errors import InputError
-from tracer.models.checkpoint import one_line
 
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = 1
@@ -121,6 +120,12 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def one_line(error: BaseException) -> str:
+    """The message of somebody else's exception on one line of at most 300 characters."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else text[:297] + "..."
+
+
 def _write_manifest(folder: Path, facts: Mapping[str, Any]) -> None:
     files = {
         path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "sha256": file_sha256(path)}
@@ -129,7 +134,7 @@ def _write_manifest(folder: Path, facts: Mapping[str, Any]) -> None:
     }
     signatures = {name: _signature(folder / name) for name in files}
     (folder / VERIFIED).write_text(json.dumps(signatures), encoding="utf-8")
-    manifest = {"format": MANIFEST_FORMAT, **facts, "transformers": transformers.__version__, "files": files}
+    manifest = {"format": MANIFEST_FORMAT, **facts, "transformers": version("transformers"), "files": files}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 
 

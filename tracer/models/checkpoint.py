@@ -78,9 +78,3 @@ def transformers_output(progress: bool) -> Iterator[None]:
 def first_few(names: list[str]) -> str:
     """The first three names, for a message."""
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-
-
-def one_line(error: BaseException) -> str:
-    """The message of somebody else's exception on one line of at most 300 characters."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else text[:297] + "..."

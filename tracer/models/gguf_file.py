@@ -12,8 +12,8 @@ import torch
 import transformers
 
 from tracer.errors import InputError
-from tracer.models.cache import cached_or_built, file_sha256
-from tracer.models.checkpoint import one_line, read_causal_lm, transformers_output
+from tracer.models.cache import cached_or_built, file_sha256, one_line
+from tracer.models.checkpoint import read_causal_lm, transformers_output
 
 
 def convert_gguf(path: str | os.PathLike[str], *, progress: bool = True) -> Path:

@@ -20,9 +20,9 @@ from transformers import (
 )
 
 from tracer.errors import InputError
-from tracer.models.cache import read_manifest
+from tracer.models.cache import one_line, read_manifest
 from tracer.models.catalogue import CATALOGUE, cached_folder, suggest_names
-from tracer.models.checkpoint import first_few, one_line, read_causal_lm, transformers_output
+from tracer.models.checkpoint import first_few, read_causal_lm, transformers_output
 from tracer.models.gguf_file import convert_gguf
 
 Source = str | os.PathLike[str] | PreTrainedModel

@@ -77,7 +77,7 @@ def style() -> AbstractContextManager[None]:
         "lines.linewidth": 1.4,
         "hatch.linewidth": 0.6,
         "svg.fonttype": "path",
-        
+        "svg.hashsalt": "layertracer",
     }
     return matplotlib.style.context(settings, after_reset=True)
 

@@ -1,0 +1,51 @@
+# make demo traces a small model from nothing; make test proves that the tree works. Both install what they need
+# into .venv, with the versions of constraints.txt, and a second call installs nothing.
+
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+MODEL := smollm2-135m-instruct-q4_1
+# Each of the two test workers gets one core: more threads than cores make small models many times slower.
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.installed-gguf  ## fetch a 135M-parameter model and trace it into runs/demo
+	$(BIN)/tracer fetch $(MODEL)
+	$(BIN)/tracer trace $(MODEL) --probes english --limit 20 --out runs/demo --resume
+
+test: $(VENV)/.installed-dev  ## run the tests, some of them on real weights (PYTEST_ARGS adds options)
+	$(BIN)/tracer fetch $(MODEL)
+	$(ONE_THREAD) $(BIN)/pytest -n 2 $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-dev  ## check format, lint and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed-dev  ## bring the code into the checked format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## remove the environment, build products and the demo's run
+	rm -rf $(VENV) build dist runs/demo .pytest_cache .ruff_cache .mypy_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		echo "LayerTracer needs Python 3.11 or newer, but $(PYTHON) is $$($(PYTHON) --version 2>&1);" \
+			"name another one with: make PYTHON=python3.11" >&2; exit 2; }
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 2; }
+
+# torch goes first and by its exact version: asked for by a range, it may come in another and far larger build.
+$(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing into $(VENV); the first time this takes some minutes."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		"$$(grep '^torch==' constraints.txt)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'
+	@touch $@
