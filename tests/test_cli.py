@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import transformers
-from tiny import VOCAB, tiny, word_tokenizer
+from tiny import VOCAB, reinitialised, tiny, word_tokenizer
 
 from tracer import tracing
 from tracer.cli import main
@@ -91,15 +91,20 @@ def test_check_prints_anatomy_and_every_check(capsys, folder):
     assert "engine: onepass" in text
 
 
-def test_check_says_no_with_status_one(capsys, tmp_path):
+def encoder(tmp_path: Path) -> Path:
     config = transformers.BertConfig(
         vocab_size=VOCAB, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, intermediate_size=96
     )
-    transformers.BertLMHeadModel(config).save_pretrained(tmp_path / "encoder")
-    status, _, err = run(capsys, "check", tmp_path / "encoder", "-q")
+    reinitialised(transformers.BertLMHeadModel(config)).save_pretrained(tmp_path / "encoder")
+    word_tokenizer().save_pretrained(tmp_path / "encoder")
+    return tmp_path / "encoder"
+
+
+def test_check_says_no_with_status_one(capsys, tmp_path):
+    status, text, _ = run(capsys, "check", encoder(tmp_path), "-q")
     assert status == 1
-    assert "pass a causal" in err
-    assert "Traceback" not in err
+    assert text.startswith("no: BertLMHeadModel cannot be traced: check 'causality'")
+    assert "pass a causal" in text
 
 
 def test_bad_input_is_one_line_and_leaves_nothing(capsys, folder, probes, tmp_path):
@@ -122,6 +127,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(capsys, folder, probes, tmp_pa
     assert "broken.jsonl:2" in trace(folder, "--probes", broken).replace(", line ", ":").replace(" line ", ":")
     assert "target" in trace(folder, "--probes", no_target)
     assert "nowhere.jsonl" in trace(folder, "--probes", tmp_path / "nowhere.jsonl")
+    assert "'causality'" in trace(encoder(tmp_path), "--probes", probes)
     assert "unknown ablation 'zap'" in trace(folder, "--probes", probes, "--ablations", "zap")
     assert "g7" in trace(folder, "--probes", probes, "--groups", "g7")
     assert "float33" in trace(folder, "--probes", probes, "--dtype", "float33")

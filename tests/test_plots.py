@@ -176,6 +176,7 @@ def test_the_usual_figures_fit(figure):
 
 
 def check_fit(drawn: Figure) -> None:
+    drawn.draw_without_rendering()
     page = drawn.bbox.padded(1)
     panels = [axes.get_window_extent() for axes in drawn.axes]
     for text in visible_texts(drawn):
@@ -420,7 +421,10 @@ def test_users_text_is_no_mathematics(quickly, tmp_path):
     for part in (r"$\none$ <&>", r"$\nosuch$, \$ $\nosuch$, two lines"):
         assert part in text
     assert r"\$\none\$" not in text
-    draw(made(4, {r"$\nosuch$": (12, 9)}, mixers=(r"$\nosuch$", "attention")), "joint")
+
+
+def test_names_of_mixers_are_no_mathematics():
+    assert r"\$\nosuch\$" in words(draw(made(mixers=(r"$\nosuch$", "attention")), "joint"))
 
 
 @pytest.mark.filterwarnings("ignore:Glyph")
@@ -499,9 +503,9 @@ def test_unknown_figures_are_refused():
 
 def test_a_callers_dark_style_does_not_reach_the_figure():
     with plt.style.context("dark_background"):
-        figure = draw(made(), "lens")
+        figure = draw(made(), "evolution")
+        figure.draw_without_rendering()
     assert figure.get_facecolor() == (1, 1, 1, 1)
-    figure.draw_without_rendering()
     labels = [label for axes in figure.axes for label in axes.get_xticklabels() if label.get_text()]
     assert {matplotlib.colors.to_hex(label.get_color()) for label in labels} == {"#000000"}
 

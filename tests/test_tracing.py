@@ -12,7 +12,7 @@ from planted import planted
 from tiny import VOCAB, tiny, word_tokenizer
 
 import tracer
-from tracer import measures, tracing
+from tracer import ablations, measures, tracing
 from tracer.probes import Probe
 from tracer.results import FILES, PARTIAL
 
@@ -91,6 +91,53 @@ def test_interrupted_trace_goes_on_and_equals_an_uninterrupted_one(model, tmp_pa
     assert len(counted) == whole.run["work"]["batches"] - 2
     same(whole, resumed)
     assert not (tmp_path / "run" / PARTIAL).exists()
+
+
+def test_interrupted_replacement_keeps_the_old_result_and_can_be_resumed(model, tmp_path, monkeypatch):
+    settings = {"batch_tokens": 128, "progress": False}
+    old = tracer.trace(model, PROBES, out=tmp_path / "run", **settings)
+    real, calls = tracing.run, []
+
+    def breaks(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(tracing, "run", breaks)
+    with pytest.raises(KeyboardInterrupt):
+        tracer.trace(model, PROBES, out=tmp_path / "run", seed=4, force=True, **settings)
+    same(old, tracer.TraceResult.load(tmp_path / "run"))
+    new = tracer.trace(model, PROBES, out=tmp_path / "run", seed=4, resume=True, **settings)
+    assert new.run["arguments"]["seed"] == 4
+    same(new, tracer.TraceResult.load(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_trace_that_raises_in_the_middle_leaves_the_model_as_it_was(monkeypatch, error):
+    live = tiny("llama").train()
+    live.model.layers[1].register_forward_hook(lambda module, args, output: None)
+    ids = torch.tensor([[5, 6, 7]])
+
+    def state():
+        with torch.no_grad():
+            hooks = [
+                (m.training, len(m._forward_hooks), len(m._forward_pre_hooks), *m.__dict__) for m in live.modules()
+            ]
+            return hooks, live(input_ids=ids, use_cache=False).logits
+
+    *before, logits = state()
+    opened = tracer.load(live, word_tokenizer())
+
+    def breaks(*args, **kwargs):
+        raise error("in the middle")
+
+    monkeypatch.setattr(ablations.Edits, "apply", breaks)
+    with pytest.raises(error):
+        tracer.trace(opened, PROBES, progress=False)
+    *after, again = state()
+    assert after == before
+    assert torch.equal(logits, again)
 
 
 def test_finished_trace_is_loaded_not_repeated(model, tmp_path, monkeypatch):

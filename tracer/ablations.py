@@ -100,9 +100,10 @@ class CalibrationSums:
         where = (adapter.anatomy.batch_dim, adapter.anatomy.position_dim)
 
         def visit(site: BlockSite) -> State:
+            before = site.resid.double()
             out = site.run()
             assert out[0] is not None
-            c = (out[0].double() - site.resid.double()).movedim(where, (0, 1))
+            c = (out[0].double() - before).movedim(where, (0, 1))
             w = weights.to(c.device)
             sums = torch.stack([torch.tensordot(w, power, 2) for power in (c, c.square())]).cpu()
             if len(self._sums) <= site.index:
@@ -165,9 +166,10 @@ def donated(adapter: Adapter, donors: TokenBatch, positions: np.ndarray) -> list
     contributions: list[Tensor] = []
 
     def visit(site: BlockSite) -> State:
+        before = site.resid.clone()
         out = site.run()
         assert out[0] is not None
-        c = (out[0] - site.resid).movedim(where, (0, 1))
+        c = (out[0] - before).movedim(where, (0, 1))
         contributions.append(c[rows.to(c.device), index.to(c.device)])
         return out
 

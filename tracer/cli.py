@@ -6,19 +6,13 @@ from typing import Any
 
 import click
 
-from tracer.errors import TracerError
+from tracer.errors import ModelRefused, TracerError
 
 
 class _Refused(click.ClickException):
-    """An error of ours as one line on stderr, with the exit status that its class carries."""
+    """An error of ours as one line on stderr, with exit status 2."""
 
-    def __init__(self, error: TracerError):
-        super().__init__(str(error))
-        self.status = error.exit_status
-
-    @property
-    def exit_code(self) -> int:  # type: ignore[override]
-        return self.status
+    exit_code = 2
 
     def show(self, file: Any = None) -> None:
         click.echo(f"tracer: {' '.join(self.message.split())}", err=True)
@@ -29,7 +23,7 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except TracerError as error:
-            raise _Refused(error) from error
+            raise _Refused(str(error)) from error
 
 
 def _model_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -75,7 +69,11 @@ def check(model: str, quiet: bool, **options: Any) -> None:
     """
     from tracer.models.traced import load
 
-    click.echo(str(load(model, all_checks=True, progress=not quiet, **options)))
+    try:
+        click.echo(str(load(model, all_checks=True, progress=not quiet, **options)))
+    except ModelRefused as refusal:
+        click.echo(f"no: {refusal}")
+        sys.exit(1)
 
 
 @cli.command()

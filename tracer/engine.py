@@ -13,7 +13,7 @@ from torch import Tensor
 from tracer.ablations import Edits, Variant
 from tracer.models.plain import Adapter, BlockSite, State
 from tracer.models.selfcheck import Engine
-from tracer.models.streams import concatenated, positions_of, rows_of, state_batch_dims
+from tracer.models.streams import concatenated, copied, positions_of, rows_of, state_batch_dims
 from tracer.models.tokens import TokenBatch
 
 DEFAULT_BATCH_TOKENS = 2048
@@ -103,6 +103,7 @@ def _onepass(
 
     def visit(site: BlockSite) -> State:
         clean.append(positions_of(anatomy, site.resid, reads.rows, reads.positions))
+        before = copied(site.state)
         after = site.run()
         on_tokens(batch.ids.numel())
         for chunk in chunks:
@@ -110,7 +111,7 @@ def _onepass(
             on_tokens(len(chunk.variants) * batch.ids.numel())
         for index, variant in enumerate(variants):
             if variant.block == site.index:
-                _add(chunks, index, _ablated(adapter, edits, variant, site.state, after), dims, most_copies)
+                _add(chunks, index, _ablated(adapter, edits, variant, before, after), dims, most_copies)
         if site.index == anatomy.n_blocks - 1:
             assert after[0] is not None
             clean.append(positions_of(anatomy, after[0], reads.rows, reads.positions))
@@ -163,12 +164,13 @@ def _full(
         seen: list[Tensor] = []
 
         def visit(site: BlockSite) -> State:
-            out = site.run()
-            on_tokens(batch.ids.numel())
             if variant is None:
                 seen.append(positions_of(anatomy, site.resid, reads.rows, reads.positions))
-            elif variant.block == site.index:
-                out = _ablated(adapter, edits, variant, site.state, out)
+            before = copied(site.state)
+            out = site.run()
+            on_tokens(batch.ids.numel())
+            if variant is not None and variant.block == site.index:
+                out = _ablated(adapter, edits, variant, before, out)
             if site.index == last:
                 assert out[0] is not None
                 seen.append(positions_of(anatomy, out[0], reads.rows, reads.positions))

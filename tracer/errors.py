@@ -1,7 +1,7 @@
 """The errors that LayerTracer raises on purpose.
 
 Every message is one line that says what was wrong, the value, and what to pass instead. The command line prints
-it without a traceback and exits with the status that the class carries.
+it without a traceback and exits with status 2.
 """
 
 from collections.abc import Iterable
@@ -9,8 +9,6 @@ from collections.abc import Iterable
 
 class TracerError(Exception):
     """Base of all errors raised on purpose."""
-
-    exit_status = 2
 
 
 class InputError(TracerError, ValueError):
@@ -31,8 +29,6 @@ def one_of(what: str, value: object, options: Iterable[str]) -> str:
 
 class ModelRefused(TracerError):
     """The model was opened but cannot be traced exactly; carries the check that failed and the measured gap."""
-
-    exit_status = 1
 
 
 class HookError(TracerError, RuntimeError):

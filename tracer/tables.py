@@ -101,7 +101,7 @@ def probe_table(
     answered: np.ndarray,
     particles: np.ndarray,
     kinds: Sequence[str],
-    decode: Callable[[list[int]], str],
+    decode: Callable[[list[int]], Any],
 ) -> pd.DataFrame:
     """One row per usable probe."""
     p = np.exp(arrays["log_p"])

@@ -52,7 +52,7 @@ from tracer.probes import (
     read_probes,
     tokenize,
 )
-from tracer.results import SCHEMA, TraceResult, check_free
+from tracer.results import PARTIAL, SCHEMA, TraceResult, check_free
 from tracer.statistics import rng
 from tracer.tables import block_table, by_kind, fragilities, particles_of, probe_table, warnings_of
 
@@ -168,7 +168,7 @@ def trace(
         raise InputError(f"none of the {len(probe_set)} probes of {probe_set.name!r} can be used{first}")
     used = cast(Engine, engine or opened.engine)
     plan = _plan(opened, probe_set, tokenized, settings, used)
-    if folder is not None and resume and (folder / "run.json").exists():
+    if folder is not None and resume and (folder / "run.json").exists() and not (folder / PARTIAL).exists():
         return _finished(folder, plan)
     store = PartialRun(folder, plan, resume=resume, force=force)
     with evaluating(opened.model):

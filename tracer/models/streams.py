@@ -15,7 +15,7 @@ from tracer.models.tokens import TokenBatch
 
 @dataclass(frozen=True)
 class Streams:
-    """One forward, seen at every block. The tensors are the model's own: copy them before editing.
+    """One forward, seen at every block; copies, which nothing that runs later can change.
 
     Attributes:
         inputs: state before each block; `inputs[d][0]` is `resid[d]`.
@@ -39,13 +39,19 @@ def read_streams(adapter: Adapter, batch: TokenBatch) -> Streams:
     outputs: list[State] = []
 
     def visit(site: BlockSite) -> State:
-        inputs.append(site.state)
-        outputs.append(site.run())
-        return outputs[-1]
+        inputs.append(copied(site.state))
+        out = site.run()
+        outputs.append(copied(out))
+        return out
 
     logits = adapter.run(batch, visit)
     assert logits is not None
     return Streams(tuple(inputs), tuple(outputs), logits)
+
+
+def copied(state: State) -> State:
+    """The state in tensors of its own: a hook of the model's owner may edit the model's in place."""
+    return tuple(None if part is None else part.detach().clone() for part in state)
 
 
 def resume(adapter: Adapter, batch: TokenBatch, depth: int, state: State, copies: int = 1) -> State:

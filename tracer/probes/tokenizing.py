@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, get_args, runtime_checkable
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from tracer.errors import InputError
 from tracer.probes.reading import Probe, ProbeSet, Skipped
@@ -27,8 +27,8 @@ class Tokenizer(Protocol):
         """Token ids of a text."""
         ...
 
-    def decode(self, token_ids: list[int]) -> str:
-        """Text of token ids."""
+    def decode(self, token_ids: list[int]) -> Any:
+        """Text of token ids; annotated loosely, since a Hugging Face tokenizer also decodes batches."""
         ...
 
 
