@@ -47,10 +47,7 @@ def draw(result: TraceResult, figure: str = "joint") -> Figure:
     if figure not in _DRAWERS:
         raise InputError(f"no figure {figure!r}: pass one of {', '.join(FIGURES)}")
     with style():
-        drawn = _DRAWERS[figure](result)
-        # Tick labels are made at the first drawing; made later, they would take the caller's style.
-        drawn.draw_without_rendering()
-    return drawn
+        return _DRAWERS[figure](result)
 
 
 def save_figures(result: TraceResult, folder: str | PathLike[str], *, force: bool = False) -> list[Path]:
@@ -79,8 +76,8 @@ def save_figures(result: TraceResult, folder: str | PathLike[str], *, force: boo
     with style():
         for name in FIGURES:
             drawn = draw(result, name)
-            drawn.set_layout_engine("none")  # the layout is made; making it again for each file takes most of the time
             contents[f"{name}.png"] = _rendered(drawn, "png", {"Software": None})
+            drawn.set_layout_engine("none")  # the layout is made; making it again would take most of the time
             words = " ".join(drawn.get_supxlabel().replace(r"\$", "$").split())
             title = {"Title": f"LayerTracer: {name}", "Description": words}
             contents[f"{name}.svg"] = _rendered(drawn, "svg", {"Date": None, "Creator": None, **title})

@@ -185,7 +185,7 @@ def set_jsd_axis(axes: Axes, logarithmic: bool) -> None:
         axes.set_yscale("symlog", linthresh=LINEAR_BELOW, linscale=0.4)
         axes.set_ylim(0, 1.2)
         axes.yaxis.set_major_formatter("{x:g}")
-        axes.set_ylabel("JSD (nats, log scale)")
+        axes.set_ylabel(f"JSD (nats; log above {LINEAR_BELOW:g})")
     else:
         axes.set_ylim(0, 0.75)
         axes.set_ylabel("JSD (nats)")
