@@ -17,6 +17,10 @@ from tracer.probes import TokenizedProbe
 from tracer.statistics import MIN_SEEDS, t_interval
 
 
+LATE_SHARE = 0.9
+"""Particles beyond this share of the depth may say more about the lens than about the model."""
+
+
 def by_kind(measures: Measures, kinds: Sequence[str], n_blocks: int, noise_samples: int) -> dict[str, np.ndarray]:
     """Arrays of a result from the measures of all probes: one `[blocks, probes]` array a measure and ablation.
 
@@ -179,10 +183,10 @@ def warnings_of(
     """What a reader must know before believing the numbers."""
     notes = []
     n_blocks = anatomy.n_blocks
-    if block is not None and n_blocks >= 8 and block >= n_blocks - 2:
+    if block is not None and block >= LATE_SHARE * (n_blocks - 1):
         notes.append(
-            f"the logit lens sees the answers only from block {block:g} of 0..{n_blocks - 1} on: the plain lens is "
-            "known to miss what earlier blocks write in directions that the unembedding does not read yet"
+            f"the logit lens sees the answers late, at block {block:g} of 0..{n_blocks - 1}: the plain lens is known "
+            "to miss what earlier blocks write in directions that the unembedding does not read yet"
         )
     for entry in fragile:
         if entry.flat:
