@@ -16,7 +16,6 @@ from tracer.particle import NO_BLOCK, GroupParticle, ParticleRule, group_null, g
 from tracer.probes import TokenizedProbe
 from tracer.statistics import MIN_SEEDS, t_interval
 
-
 LATE_SHARE = 0.9
 """Particles beyond this share of the depth may say more about the lens than about the model."""
 
