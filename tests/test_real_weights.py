@@ -78,6 +78,20 @@ def test_skip_equals_the_model_without_the_block(smollm2, paris):
         assert paris.arrays["jsd_zero"][block, 0] == pytest.approx(oracle.jsd(clean, without), abs=1e-5)
 
 
+def test_target_of_three_byte_fragments_is_the_product_of_three_forwards(smollm2):
+    ids = smollm2.tokenizer.encode("The Chinese word for water is")
+    fragments = smollm2.tokenizer.encode("The Chinese word for water is水")[len(ids) :]
+    assert len(fragments) == 3
+    probe = Probe("The Chinese word for water is", "水", "zh", "water")
+    with pytest.raises(tracer.InputError, match="3 tokens"):
+        tracer.trace(smollm2, [probe], ablations=[], progress=False)
+    joint = tracer.trace(smollm2, [probe], ablations=[], target="joint", progress=False)
+    expected = sum(
+        oracle.forward(smollm2.model, ids + fragments[:i])[-1][fragments[i]].item() for i in range(len(fragments))
+    )
+    assert joint.arrays["log_p"][-1, 0] == pytest.approx(expected, abs=1e-3)
+
+
 def test_half_precision_finds_the_same_particle(paris):
     model = loaded(SMOLLM2, dtype="bfloat16")
     assert any("bfloat16" in str(x) for x in (model.opened.dtype, *model.opened.notes))

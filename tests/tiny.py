@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 BLOCKS = 4
@@ -104,23 +105,27 @@ def tiny(family: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
 def reinitialised(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
     """Replace every weight by one that matters: matrices ~ N(0, 1/fan_in), vectors jittered, biases random."""
     generator = torch.Generator().manual_seed(seed)
-    embeddings = {id(model.get_input_embeddings().weight)}
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    kernels = {id(module.weight) for module in model.modules() if isinstance(module, nn.Conv1d | nn.Conv2d)}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if name.endswith(("A_log", "dt_bias", ".D")):
                 parameter.add_(0.3 * noise)
             elif parameter.dim() >= 2:
-                scale = 1.0 if id(parameter) in embeddings else (parameter[0].numel()) ** -0.5
-                parameter.copy_(scale * noise)
+                # The weights of experts are stacked in one parameter: its first dimensions do not count.
+                fan_in = parameter[0].numel() if id(parameter) in kernels else parameter.shape[-1]
+                parameter.copy_(noise if id(parameter) in embeddings else noise * fan_in**-0.5)
             elif name.endswith("bias"):
                 parameter.copy_(0.5 * noise)
             else:
                 parameter.add_(0.3 * noise)
         # Scaled-down logits would leave every distribution uniform: the head makes up for the scale.
         spread = model(input_ids=torch.randint(0, VOCAB, (4, 16), generator=generator), use_cache=False).logits.std()
+        head = model.get_output_embeddings()
         if spread < 2:
-            model.get_output_embeddings().weight.mul_(3 / spread)
+            for part in head if isinstance(head, nn.ModuleList) else [head]:
+                part.weight.mul_(3 / spread)
     return model
 
 
