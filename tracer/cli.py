@@ -96,7 +96,7 @@ def fetch(name: str, force: bool, quiet: bool) -> None:
 @click.argument("model")
 @click.option("--probes", default="english", show_default=True, help="Shipped set or collection, JSONL or CSV file.")
 @click.option("--groups", help="Only these groups, separated by commas.")
-@click.option("--limit", type=int, help="Only the first N probes of each group.")
+@click.option("--limit", type=int, help="Only the first N usable probes of each group.")
 @click.option(
     "--ablations",
     default="zero",

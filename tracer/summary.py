@@ -51,14 +51,14 @@ def _groups(result: TraceResult) -> str:
                 str(row["n"]),
                 f"{row['answered']} ({row['answered'] / row['n']:.0%})" if row["n"] else "0",
                 "" if pd.isna(row["p_value"]) else f"{row['p_value']:.4f}",
-                f"{row['block']:g}  {_range(row['block_low'], row['block_high'])}" if measured else "none",
+                f"{row['block']:.3g}  {_range(row['block_low'], row['block_high'])}" if measured else "none",
                 f"{row['depth']:.2f}" if measured else textwrap.shorten(row["why_not"], 52, placeholder=" ..."),
             )
         )
     block = result.run["particle_block"]
     title = f"Task particles: median block of 0..{last} over answered probes that have one"
     if block is not None:
-        title += f"; over groups {block:g}"
+        title += f"; over groups {block:.3g}"
     return title + "\n" + _table(("group", "probes", "answered", "p", "block", "depth"), rows, left=(0, 4, 5))
 
 
@@ -105,7 +105,7 @@ def _blocks(blocks: Sequence[int]) -> str:
     return ", ".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0]) for r in runs) or "none"
 
 
-def _range(low: float | None, high: float | None, style: str = "g") -> str:
+def _range(low: float | None, high: float | None, style: str = ".3g") -> str:
     return "" if low is None or high is None or np.isnan(low) else f"[{low:{style}}, {high:{style}}]"
 
 

@@ -184,7 +184,7 @@ def warnings_of(
     n_blocks = anatomy.n_blocks
     if block is not None and block >= LATE_SHARE * (n_blocks - 1):
         notes.append(
-            f"the logit lens sees the answers late, at block {block:g} of 0..{n_blocks - 1}: the plain lens is known "
+            f"the logit lens sees the answers late, at block {block:.3g} of 0..{n_blocks - 1}: the plain lens is known "
             "to miss what earlier blocks write in directions that the unembedding does not read yet"
         )
     for entry in fragile:

@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -48,6 +49,7 @@ from tracer.probes import (
     Probe,
     ProbeSet,
     TargetReading,
+    TokenizedProbe,
     TokenizedProbes,
     read_probes,
     tokenize,
@@ -72,10 +74,13 @@ class _Settings:
     noise_scale: float
     seed: int
     batch_tokens: int
+    limit: int | None
 
     def __post_init__(self) -> None:
-        for name, least in (("noise_samples", 1), ("batch_tokens", 1), ("noise_scale", 0.0), ("seed", 0)):
-            if getattr(self, name) < least:
+        least_values = {"noise_samples": 1, "batch_tokens": 1, "limit": 1, "noise_scale": 0.0, "seed": 0}
+        for name, least in least_values.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
                 raise InputError(f"{name} is {getattr(self, name)}: pass a number of at least {least}")
 
 
@@ -109,7 +114,7 @@ def trace(
         model: an opened model, or anything that `load` takes.
         probes: a shipped set or collection (`en-capitals`, `english`, `chinese`), a JSONL or CSV file, or probes.
         groups: only these groups.
-        limit: only the first so many probes of each group.
+        limit: only the first so many usable probes of each group.
         ablations: any of `zero` (alias `skip`), `mean`, `resample`, `noise`, `zero_stream`; none for the lens alone.
         positions: where ablations act: `all`, `not_first` or `last`.
         target: how a target of several tokens is read: refused (`single`), its `first` token, or `joint`ly.
@@ -150,19 +155,21 @@ def trace(
         noise_scale,
         seed,
         batch_tokens,
+        limit,
     )
     if engine is not None:
         one_of("engine", engine, get_args(Engine))
     folder = None if out is None else Path(out)
     if folder is not None:
         check_free(folder, force=force or resume)
-    probe_set = _limited(read_probes(probes, skip_bad=skip_bad, groups=groups), limit)
+    probe_set = read_probes(probes, skip_bad=skip_bad, groups=groups)
     opened = model if isinstance(model, TracedModel) else load(model, progress=progress, **(load_options or {}))
     if engine == "onepass" and opened.engine == "full":
         raise InputError(f"engine 'onepass' is not exact on {opened.name} ({opened.self_check.reason}): pass 'full'")
     if opened.tokenizer is None:
         raise InputError(f"{opened.name} has no tokenizer, so its probes cannot be read: pass tokenizer= to load")
     tokenized = tokenize(probe_set, opened.tokenizer, target=settings.target, skip_bad=skip_bad)
+    tokenized = replace(tokenized, items=_first_of_each_group(tokenized.items, settings.limit))
     if not tokenized.items:
         first = f" (the first: {tokenized.skipped[0].reason})" if tokenized.skipped else ""
         raise InputError(f"none of the {len(probe_set)} probes of {probe_set.name!r} can be used{first}")
@@ -179,13 +186,14 @@ def trace(
     return result
 
 
-def _limited(probes: ProbeSet, limit: int | None) -> ProbeSet:
-    if limit is None:
-        return probes
-    if limit < 1:
-        raise InputError(f"limit is {limit}: pass a number of at least 1")
-    kept = [probe for group in probes.groups for probe in [p for p in probes if p.group == group][:limit]]
-    return replace(probes, probes=tuple(kept))
+def _first_of_each_group(items: Sequence[TokenizedProbe], limit: int | None) -> tuple[TokenizedProbe, ...]:
+    seen: Counter[str] = Counter()
+    kept = []
+    for item in items:
+        seen[item.probe.group] += 1
+        if limit is None or seen[item.probe.group] <= limit:
+            kept.append(item)
+    return tuple(kept)
 
 
 def _plan(

@@ -151,7 +151,7 @@ def _handles(result: TraceResult) -> list[Artist]:
     ]
     if result.run["particle_block"] is not None:
         block = result.run["particle_block"]
-        handles.append(Line2D([], [], **MEDIAN, label=f"median particle block: {block:g}"))
+        handles.append(Line2D([], [], **MEDIAN, label=f"median particle block: {block:.3g}"))
     if not result.ablations:
         return handles
     for kind, look in zip(result.ablations[:MOST_ABLATIONS], LOOKS, strict=False):

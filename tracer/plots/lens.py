@@ -140,8 +140,8 @@ def mark_block(block: dict[str, Any], *panels: Axes) -> None:
 
 def block_text(block: dict[str, Any]) -> str:
     """A median block and its interval in words."""
-    interval = "" if block["low"] is None else f" [{block['low']:g}, {block['high']:g}]"
-    return f"block {block['estimate']:g}{interval}"
+    interval = "" if block["low"] is None else f" [{block['low']:.3g}, {block['high']:.3g}]"
+    return f"block {block['estimate']:.3g}{interval}"
 
 
 def marker_size(n: int) -> float:
