@@ -76,6 +76,11 @@ def jsd(log_p: Tensor, log_q: Tensor) -> float:
     return float(jensenshannon(log_p.exp().numpy(), log_q.exp().numpy()) ** 2)
 
 
+def angle(x: Tensor, y: Tensor) -> float:
+    """In units of pi."""
+    return float(torch.arccos(torch.cosine_similarity(x.double(), y.double(), dim=0).clamp(-1, 1)) / torch.pi)
+
+
 def contributions(model: nn.Module, ids: Sequence[int]) -> np.ndarray:
     """`[blocks, pos, d_model]`."""
     residual = torch.stack(streams(model, ids)).double().numpy()

@@ -79,6 +79,16 @@ def test_every_ablation_equals_a_whole_forward_of_each_prompt_alone(models, fami
             ablated = oracle.forward(traced.model, ids, block, edit)[-1]
             assert result.arrays[f"jsd_{kind}"][block, row] == pytest.approx(oracle.jsd(clean, ablated), abs=1e-5)
             assert result.arrays[f"log_p_{kind}"][block, row] == pytest.approx(ablated[TARGETS[row]].item(), abs=2e-4)
+            entropy = -(ablated.exp() * ablated).sum().item()
+            assert result.arrays[f"entropy_{kind}"][block, row] == pytest.approx(entropy, abs=1e-3)
+            rank = 1 + int((ablated > ablated[TARGETS[row]]).sum())
+            if kind != "zero_stream":  # where all tokens are alike, rounding decides their order
+                assert 2 ** result.arrays[f"log2_rank_{kind}"][block, row] == pytest.approx(rank, abs=1.01)
+                kept = bool(ablated.argmax() == TARGETS[row])
+                assert result.arrays[f"answered_{kind}"][block, row] == kept
+            kl = (ablated.exp() * (ablated - clean)).sum().item()
+            assert result.arrays[f"kl_{kind}"][block, row] == pytest.approx(kl, abs=1e-3)
+
         assert result.arrays[f"jsd_{kind}"].max() > 1e-3, "the ablation does nothing: the check would be vacuous"
 
 
@@ -110,6 +120,8 @@ def test_lens_equals_a_forward_whose_last_block_returns_the_stream(family):
             rank = 1 + int((expected > expected[TARGETS[row]]).sum())
             assert abs(result.arrays["rank"][depth, row] - rank) <= 1
             assert result.arrays["norm"][depth, row] == pytest.approx(stream[-1].norm().item(), rel=1e-4)
+            angle = oracle.angle(oracle.streams(traced.model, ids)[max(0, depth - 1)][-1], stream[-1])
+            assert result.arrays["angle"][depth, row] == pytest.approx(angle, abs=1e-4)
         final = oracle.forward(traced.model, ids)[-1]
         assert result.arrays["log_p"][-1, row] == pytest.approx(final[TARGETS[row]].item(), abs=1e-4)
         first = oracle.lens(traced.model, ids, oracle.streams(traced.model, ids)[0])[-1]
@@ -133,6 +145,15 @@ def test_onepass_equals_full_and_does_not_depend_on_batching(family):
         assert np.abs(jsd - reordered.arrays[f"jsd_{kind}"][:, ::-1]).max() <= 1e-5
     for other in (full, one_by_one):
         assert np.abs(np.exp(onepass.arrays["log_p"]) - np.exp(other.arrays["log_p"])).max() <= 1e-5
+
+
+@pytest.mark.parametrize("positions", ["not_first", "last"])
+@pytest.mark.parametrize("family", CORE)
+def test_onepass_equals_full_at_chosen_positions(models, family, positions):
+    settings = {"ablations": KINDS, "noise_samples": 1, "positions": positions, "progress": False}
+    onepass, full = (tracer.trace(models[family], PROBES, engine=e, **settings) for e in ("onepass", "full"))
+    for kind in KINDS:
+        assert np.abs(onepass.arrays[f"jsd_{kind}"] - full.arrays[f"jsd_{kind}"]).max() <= 1e-5
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "bloom", "gemma2", "granite", "olmo2", "mamba2"])

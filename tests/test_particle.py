@@ -34,7 +34,7 @@ def test_model_that_knows_nothing_has_no_particle():
     group = result.groups.iloc[0]
     assert np.isnan(group["block"])
     assert "answered" in group["why_not"]
-    assert result.run["particle_block"] is None
+    assert result.run["particle_block"]["estimate"] is None
     assert any("no group has a particle" in note for note in result.run["warnings"])
 
 

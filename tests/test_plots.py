@@ -94,7 +94,7 @@ def made(
         "engine": "onepass",
         "readout": "logit",
         "groups": found,
-        "particle_block": float(np.median(medians)) if medians else None,
+        "particle_block": {"estimate": float(np.median(medians)) if medians else None, "low": None, "high": None},
         "fragility": fragility,
     }
     probes = pd.DataFrame({"group": names, "answered": answered, "particle": particles}).astype({"particle": "Int64"})

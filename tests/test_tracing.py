@@ -175,7 +175,6 @@ def test_full_disk_leaves_no_half_written_result(model, tmp_path, monkeypatch):
     monkeypatch.undo()
     left = {path.name for path in (tmp_path / "run").iterdir()}
     assert left == {PARTIAL}, "finished batches are kept, nothing else"
-    assert not list(tmp_path.glob(".*"))
     tracer.trace(model, PROBES, out=tmp_path / "run", resume=True, progress=False)
 
 
@@ -192,6 +191,8 @@ def test_full_disk_leaves_no_half_written_result(model, tmp_path, monkeypatch):
         ({"noise_samples": 0}, "noise_samples is 0"),
         ({"batch_tokens": 0}, "batch_tokens is 0"),
         ({"limit": 0}, "limit is 0"),
+        ({"ablations": ""}, "unknown ablation ''"),
+        ({"probes": [PROBES[0], PROBES[0]]}, "two probes with the id 'p0'|duplicate id"),
         ({"probes": []}, "no probes"),
         ({"probes": [Probe("w1 w2", " w3", "lonely", "x")], "ablations": ["resample"]}, "alone in its group"),
     ],
@@ -201,7 +202,7 @@ def test_bad_arguments_are_refused_in_one_line(model, tmp_path, options, message
     with pytest.raises(tracer.InputError, match=message) as caught:
         tracer.trace(model, probes, out=tmp_path / "run", progress=False, **options)
     assert "\n" not in str(caught.value)
-    assert not (tmp_path / "run" / "run.json").exists()
+    assert not (tmp_path / "run").exists()
 
 
 def test_unreadable_results_are_refused(model, tmp_path):
@@ -237,6 +238,72 @@ def test_intervals_and_tables_are_complete(model):
     assert result.to_frame("groups")["n"].tolist() == [12, 12]
     with pytest.raises(tracer.InputError, match="unknown table 'layers'"):
         result.to_frame("layers")
+
+
+def test_ties_are_no_answers(model):
+    """A uniform output has the target level with every other token: neither top nor kept, and of middle rank."""
+    live = tiny("llama")
+    with torch.no_grad():
+        live.lm_head.weight.zero_()
+    result = tracer.trace(tracer.load(live, word_tokenizer()), PROBES, progress=False)
+    answered = result.probes["target_ids"].str[0] == 0  # arg-max of a tie is the first token
+    assert (result.probes["answered"] == answered).all()
+    assert (result.arrays["rank"] == VOCAB // 2).all()
+    erased = tracer.trace(model, PROBES, ablations=["zero_stream"], progress=False)
+    assert erased.arrays["answered_zero_stream"].max() == 0
+    assert (erased.arrays["log2_rank_zero_stream"] > 1).all()
+
+
+def test_changes_of_the_target_are_relative_to_the_clean_output(model):
+    result = tracer.trace(model, PROBES, progress=False)
+    change = result.arrays["log_p_zero"] - result.arrays["log_p"][-1]
+    assert np.allclose(result.blocks["log_p_change_zero"], change.mean(axis=1))
+    assert (result.blocks["log_p_change_low_zero"] <= result.blocks["log_p_change_zero"]).all()
+    for column, array in (("entropy", "entropy_zero"), ("norm", "norm_zero")):
+        moved = result.arrays[array] - result.arrays[column][-1]
+        assert np.allclose(result.blocks[f"moved_{column}_zero"], np.median(moved, axis=1))
+    by_group = {group["group"]: group["fragility"]["zero"]["jsd"] for group in result.run["groups"]}
+    for group, profile in by_group.items():
+        mine = result.arrays["jsd_zero"][:, result.probes["group"] == group]
+        assert np.allclose(profile, mine.mean(axis=1))
+
+
+def test_fingerprint_sees_every_weight(model):
+    live = tiny("llama")
+    before = tracer.load(live, word_tokenizer()).fingerprint()
+    assert before == model.fingerprint()
+    with torch.no_grad():
+        live.model.layers[2].self_attn.o_proj.weight[:, 17] *= 0.5
+    assert tracer.load(live, word_tokenizer()).fingerprint() != before
+
+
+def test_prompts_with_odd_line_separators_reload(model, tmp_path):
+    odd = [Probe(f"w{i}\u2028w{i + 1}\x85", " w5", "g\u2029", f"p{i}") for i in range(3, 15)]
+    result = tracer.trace(model, odd, out=tmp_path / "run", skip_bad=True, progress=False)
+    same(result, tracer.TraceResult.load(tmp_path / "run"))
+
+
+def test_what_the_model_has_no_room_for_is_refused(tmp_path):
+    live = tiny("gpt2")
+    model = tracer.load(live, word_tokenizer(300))
+    with pytest.raises(tracer.InputError, match=r"300 tokens.* has 256 positions"):
+        tracer.trace(model, [Probe("w3 " * 299 + "w4", " w5", "g", "long")], out=tmp_path / "run", progress=False)
+    with pytest.raises(tracer.InputError, match=r"token 200.*only 128"):
+        tracer.trace(model, [Probe("w3 w4", " w200", "g", "strange")], out=tmp_path / "run", progress=False)
+    assert not (tmp_path / "run").exists()
+
+
+def test_models_without_a_head_are_refused():
+    with pytest.raises(tracer.ModelRefused, match="no next-token logits"):
+        tracer.load(tiny("llama").model)
+    with pytest.raises(tracer.InputError, match="cannot open a Linear"):
+        tracer.load(torch.nn.Linear(2, 2))
+
+
+def test_router_losses_are_not_asked_for():
+    live = tiny("mixtral")
+    live.config.output_router_logits = True
+    assert tracer.load(live).engine == "onepass"
 
 
 def test_cka_appears_from_fifty_probes_on(model):

@@ -120,10 +120,11 @@ def reinitialised(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
                 parameter.copy_(0.5 * noise)
             else:
                 parameter.add_(0.3 * noise)
-        # Scaled-down logits would leave every distribution uniform: the head makes up for the scale.
+        # Scaled-down logits would leave every distribution uniform, and large ones (of heads that are tied to the
+        # embedding) lose digits: the head makes up for the scale.
         spread = model(input_ids=torch.randint(0, VOCAB, (4, 16), generator=generator), use_cache=False).logits.std()
         head = model.get_output_embeddings()
-        if spread < 2:
+        if not 2 < spread < 5:
             for part in head if isinstance(head, nn.ModuleList) else [head]:
                 part.weight.mul_(3 / spread)
     return model

@@ -38,14 +38,19 @@ class Variant:
     sample: int = 0
 
 
-def ablation_kind(name: str) -> str:
-    """The kind that a user's name means.
+def ablation_kinds(names: str | Iterable[str]) -> tuple[str, ...]:
+    """The kinds that a user's names mean, once each.
+
+    Args:
+        names: a list of names, or names separated by commas; `none` or an empty list for no ablation.
 
     Raises:
-        InputError: unknown name.
+        InputError: unknown name, or an empty text.
     """
-    name = one_of("ablation", name, (*KINDS, *ALIASES))
-    return ALIASES.get(name, name)
+    if isinstance(names, str):
+        names = [] if names == "none" else [name.strip() for name in names.split(",")]
+    known = (one_of("ablation", name, (*KINDS, *ALIASES)) for name in names)
+    return tuple(dict.fromkeys(ALIASES.get(name, name) for name in known))
 
 
 def sweep(kinds: Iterable[str], blocks: Sequence[int], noise_samples: int) -> tuple[Variant, ...]:
@@ -97,13 +102,12 @@ class CalibrationSums:
         first = torch.zeros_like(batch.mask)
         first[:, 0] = 1
         weights = torch.stack([first, batch.mask - first]).double()  # [2, batch, pos]
-        where = (adapter.anatomy.batch_dim, adapter.anatomy.position_dim)
 
         def visit(site: BlockSite) -> State:
             before = site.resid.double()
             out = site.run()
             assert out[0] is not None
-            c = (out[0].double() - before).movedim(where, (0, 1))
+            c = adapter.anatomy.rows_first(out[0].double() - before)
             w = weights.to(c.device)
             sums = torch.stack([torch.tensordot(w, power, 2) for power in (c, c.square())]).cpu()
             if len(self._sums) <= site.index:
@@ -160,7 +164,6 @@ def donated(adapter: Adapter, donors: TokenBatch, positions: np.ndarray) -> list
     Returns:
         One `[batch, pos, ...]` tensor per block.
     """
-    where = (adapter.anatomy.batch_dim, adapter.anatomy.position_dim)
     rows = torch.arange(len(donors))[:, None]
     index = torch.as_tensor(positions).clamp_min(0)
     contributions: list[Tensor] = []
@@ -169,7 +172,7 @@ def donated(adapter: Adapter, donors: TokenBatch, positions: np.ndarray) -> list
         before = site.resid.clone()
         out = site.run()
         assert out[0] is not None
-        c = (out[0] - before).movedim(where, (0, 1))
+        c = adapter.anatomy.rows_first(out[0] - before)
         contributions.append(c[rows.to(c.device), index.to(c.device)])
         return out
 
@@ -202,6 +205,10 @@ class Edits:
     donations: Sequence[Tensor] | None = None
     donor_mask: Tensor | None = None
     whole: bool = True
+
+    def skips(self, variant: Variant) -> bool:
+        """Whether the whole block is skipped, so that it also hands on unchanged what else it was handed."""
+        return variant.kind == "zero" and self.whole
 
     def apply(self, variant: Variant, before: Tensor, after: Tensor) -> Tensor:
         """The stream after the block with its contribution replaced, `[batch, pos, ...]`.

@@ -148,7 +148,7 @@ def trace(
         result = run_trace(
             model,
             groups=_names(groups),
-            ablations=[] if ablations == "none" else _names(ablations) or [],
+            ablations=ablations,
             out=out,
             progress=not quiet,
             load_options=load_options,

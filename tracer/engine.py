@@ -17,7 +17,7 @@ from tracer.models.streams import concatenated, copied, positions_of, rows_of, s
 from tracer.models.tokens import TokenBatch
 
 DEFAULT_BATCH_TOKENS = 2048
-"""Most tokens in one call of a block; bounds memory and never changes a result."""
+"""Most tokens in one call of a block; never changes a result."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def run(
     *,
     engine: Engine,
     batch_tokens: int = DEFAULT_BATCH_TOKENS,
-    on_tokens: Callable[[int], object] = int,
+    on_tokens: Callable[[int], object] = lambda tokens: None,
 ) -> ReadStreams:
     """Clean streams at every depth and the final stream of every ablation, at the read positions.
 
@@ -139,14 +139,12 @@ def _add(chunks: list[_Chunk], index: int, state: State, dims: Sequence[int | No
 
 
 def _ablated(adapter: Adapter, edits: Edits, variant: Variant, before: State, after: State) -> State:
-    """State after a block under an ablation. A block that is skipped whole also hands on what it was handed."""
-    where = (adapter.anatomy.batch_dim, adapter.anatomy.position_dim)
-    x, y = before[0], after[0]
-    assert x is not None
-    assert y is not None
-    edited = edits.apply(variant, x.movedim(where, (0, 1)), y.movedim(where, (0, 1))).movedim((0, 1), where)
-    carried = before[1:] if variant.kind == "zero" and edits.whole else after[1:]
-    return (edited, *carried)
+    """State after a block under an ablation."""
+    rows_first, as_model = adapter.anatomy.rows_first, adapter.anatomy.as_model
+    assert before[0] is not None
+    assert after[0] is not None
+    edited = edits.apply(variant, rows_first(before[0]), rows_first(after[0]))
+    return (as_model(edited), *(before if edits.skips(variant) else after)[1:])
 
 
 def _full(

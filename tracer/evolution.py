@@ -12,11 +12,6 @@ DEPTH_MEASURES: Mapping[str, str] = {
     "kl_to_final": "KL(lens distribution || output distribution) (nats)",
     "rank": "rank of the target under the lens, 1 = top",
 }
-ABLATED_MEASURES: Mapping[str, str] = {
-    "ablated_angle": "angular distance of the last residual to the clean one (units of pi)",
-    "ablated_entropy": "entropy of the output under the ablation minus without (nats)",
-    "ablated_rank": "log2 of the target's rank under the ablation minus without",
-}
 
 
 def evolution_table(measures: Mapping[str, np.ndarray]) -> pd.DataFrame:
@@ -34,19 +29,22 @@ def evolution_table(measures: Mapping[str, np.ndarray]) -> pd.DataFrame:
     return table
 
 
-def stability_table(measures: Mapping[str, np.ndarray]) -> pd.DataFrame:
-    """One row per block: how far its ablation moves the end of the stream, as medians over probes.
+def stability_table(arrays: Mapping[str, np.ndarray], kind: str) -> pd.DataFrame:
+    """One row per block: how far its ablation moves the end of the stream and the output, as medians over probes.
+
+    `moved_angle`: angular distance of the last residual to the clean one, units of pi. `moved_norm`: its norm minus the
+    clean one's. `moved_entropy`: entropy of the output minus the clean one's, nats. `moved_kl`: KL(output under the
+    ablation || clean output), nats. `moved_log2_rank`: log2 of the target's rank minus that without the ablation.
 
     Args:
-        measures: `ablated_angle`, `ablated_entropy`, `ablated_rank` as `[blocks, probes]`, and the clean `entropy`
-            and `rank` as `[depths, probes]`.
+        arrays: of a result.
+        kind: the ablation.
     """
-    entropy = measures["ablated_entropy"] - measures["entropy"][-1]
-    rank = np.log2(measures["ablated_rank"]) - np.log2(measures["rank"][-1])
-    return pd.DataFrame(
-        {
-            "moved_angle": np.median(measures["ablated_angle"], axis=1),
-            "moved_entropy": np.median(entropy, axis=1),
-            "moved_log2_rank": np.median(rank, axis=1),
-        }
-    )
+    moved = {
+        "moved_angle": arrays[f"angle_{kind}"],
+        "moved_norm": arrays[f"norm_{kind}"] - arrays["norm"][-1],
+        "moved_entropy": arrays[f"entropy_{kind}"] - arrays["entropy"][-1],
+        "moved_kl": arrays[f"kl_{kind}"],
+        "moved_log2_rank": arrays[f"log2_rank_{kind}"] - np.log2(arrays["rank"][-1]),
+    }
+    return pd.DataFrame({name: np.median(values, axis=1) for name, values in moved.items()})

@@ -27,9 +27,10 @@ class Fragility:
 
     Attributes:
         kind: the ablation.
-        table: one row per block: `jsd`, `jsd_low`, `jsd_high` (nats, 95 %), `jsd_share` (of ln 2), `jsd_answered`,
-            `log_p_change` (nats, of the target), `kept` (share of answered probes still answered), `at_ceiling`,
-            `fragile`, `fragile_without_first`. Missing where nothing was measured.
+        table: one row per block: `jsd`, `jsd_low`, `jsd_high` (nats, 95 %), `jsd_share` (of ln 2); `jsd_answered`,
+            the same on answered probes; `log_p_change` (nats, of the target); `kept` (share of answered probes still
+            answered); the last three also with `_low` and `_high`; `at_ceiling`, `fragile`, `fragile_without_first`.
+            Missing where nothing was measured.
         n: probes.
         n_answered: answered probes.
         ceiling: mean JSD(clean output, uniform distribution), nats.
@@ -75,22 +76,27 @@ def fragility(
     """
     n_blocks = len(jsd)
     values = np.ascontiguousarray(jsd.T)
-    profile = bootstrap_profile(values, groups, seed=seed, label=("fragility", kind))
+    profile = bootstrap_profile(values, groups, seed=seed, label=("jsd", kind))
     assert profile.mean is not None
     fragile = largest_set(values, groups, seed=seed, label=("fragile", kind))
     without = fragile
     if n_blocks > 1:
         without = largest_set(values, groups, exclude=(0,), seed=seed, label=("fragile", kind, "without first"))
-    missing = np.full(n_blocks, np.nan)
+
+    def columns(name: str, values: np.ndarray, chosen: np.ndarray) -> dict[str, np.ndarray]:
+        of = [group for group, is_chosen in zip(groups, chosen, strict=True) if is_chosen]
+        found = bootstrap_profile(np.ascontiguousarray(values[:, chosen].T), of, seed=seed, label=(name, kind))
+        ends = {name: found.mean, f"{name}_low": found.low, f"{name}_high": found.high}
+        return {key: np.full(n_blocks, np.nan) if end is None else end for key, end in ends.items()}
+
+    everyone = np.ones(len(values), dtype=bool)
     table = pd.DataFrame(
         {
-            "jsd": profile.mean,
-            "jsd_low": missing if profile.low is None else profile.low,
-            "jsd_high": missing if profile.high is None else profile.high,
+            **columns("jsd", jsd, everyone),
             "jsd_share": profile.mean / MAX_JSD,
-            "jsd_answered": jsd[:, answered].mean(axis=1) if answered.any() else missing,
-            "log_p_change": log_p_change.mean(axis=1),
-            "kept": still_answered[:, answered].mean(axis=1) if answered.any() else missing,
+            **columns("jsd_answered", jsd, answered),
+            **columns("log_p_change", log_p_change, everyone),
+            **columns("kept", still_answered, answered),
             "at_ceiling": profile.mean >= CEILING_SHARE * ceiling.mean(),
             "fragile": np.isin(np.arange(n_blocks), fragile),
             "fragile_without_first": np.isin(np.arange(n_blocks), without),

@@ -53,17 +53,21 @@ class Measures:
     Attributes:
         log_p: `[depths, probes]` log-probability of the target (sum over its tokens).
         rival_log_p: `[depths, probes, rivals]` log-probability of other tokens.
-        rank: `[depths, probes]` rank of the target, 1 = top (the worst of its tokens).
+        rank: `[depths, probes]` rank of the target, 1 = top (the worst of its tokens); ties share their middle rank.
         entropy: `[depths, probes]` of the lens distribution.
         kl_to_final: `[depths, probes]` KL(lens distribution || output distribution).
         norm: `[depths, probes]` Euclidean norm of the residual at the position that predicts the target.
         angle: `[depths, probes]` angular distance to the depth before, in units of pi; 0 at depth 0.
         answer: `[probes]` the model's top-1 token.
+        answered: `[probes]` whether every target token is the model's top-1.
         ceiling: `[probes]` JSD of the output from the uniform distribution.
         jsd: `[variants, probes]` JSD of the outputs with and without the ablation.
         ablated_log_p: `[variants, probes]` log-probability of the target under the ablation.
         ablated_rank: `[variants, probes]` rank of the target under the ablation.
+        ablated_answered: `[variants, probes]` whether every target token is top-1 under the ablation.
         ablated_entropy: `[variants, probes]` entropy of the output under the ablation.
+        ablated_kl: `[variants, probes]` KL(output under the ablation || clean output).
+        ablated_norm: `[variants, probes]` norm of the last residual under the ablation.
         ablated_angle: `[variants, probes]` angular distance of the last residual to the clean one, in units of pi.
     """
 
@@ -75,11 +79,15 @@ class Measures:
     norm: np.ndarray
     angle: np.ndarray
     answer: np.ndarray
+    answered: np.ndarray
     ceiling: np.ndarray
     jsd: np.ndarray
     ablated_log_p: np.ndarray
     ablated_rank: np.ndarray
+    ablated_answered: np.ndarray
     ablated_entropy: np.ndarray
+    ablated_kl: np.ndarray
+    ablated_norm: np.ndarray
     ablated_angle: np.ndarray
 
     def as_dict(self) -> dict[str, np.ndarray]:
@@ -115,13 +123,13 @@ def measure(adapter: Adapter, streams: ReadStreams, targets: Targets, max_logits
         norm=torch.stack([stream.norm(dim=-1) for stream in clean]),
         angle=torch.cat([nothing, *(angular_distance(a, b)[None] for a, b in pairwise(clean))]),
         ablated_angle=torch.cat([nothing[:0], *(angular_distance(clean[-1], x)[None] for x in ablated)]),
+        ablated_norm=torch.cat([nothing[:0], *(x.norm(dim=-1)[None] for x in ablated)]),
     )
 
 
 def rows_of_stream(adapter: Adapter, stream: Tensor) -> Tensor:
     """`[reads, d]` float64 on the CPU from a single-position stream of any layout."""
-    where = (adapter.anatomy.batch_dim, adapter.anatomy.position_dim)
-    return stream.movedim(where, (0, 1)).flatten(1).double().cpu()
+    return adapter.anatomy.rows_first(stream).flatten(1).cpu().double()
 
 
 class _Reducer:
@@ -134,11 +142,13 @@ class _Reducer:
         n_probes, n_rivals = targets.rivals.shape
         self.targets = targets
         self.depths = depths
+        self.starts = set(targets.first_reads.tolist())
         self.log_p = np.zeros((depths + variants, n_probes))
         self.rank = np.ones((depths + variants, n_probes), dtype=np.int64)
+        self.answered = np.ones((depths + variants, n_probes), dtype=bool)
         self.entropy = np.zeros((depths + variants, n_probes))
         self.rival_log_p = np.zeros((depths, n_probes, n_rivals))
-        self.kl_to_final = np.zeros((depths, n_probes))
+        self.kl_to_final = np.zeros((depths + variants, n_probes))
         self.jsd = np.zeros((variants, n_probes))
         self.answer = np.zeros(n_probes, dtype=np.int64)
         self.ceiling = np.zeros(n_probes)
@@ -153,42 +163,48 @@ class _Reducer:
     def add(self, item: int, log_p: Tensor, final: Tensor, reads: Sequence[int]) -> None:
         """One depth or one ablation, for some reads."""
         index = torch.as_tensor(reads)
-        own = log_p.gather(-1, self.targets.tokens[index, None].to(log_p.device))
+        tokens = self.targets.tokens[index].to(log_p.device)
+        own = log_p.gather(-1, tokens[:, None])
         owners = self.targets.probe[index].numpy()
+        above, level = (log_p > own).sum(-1), (log_p == own).sum(-1)
         np.add.at(self.log_p[item], owners, own[:, 0].cpu().numpy())
-        np.maximum.at(self.rank[item], owners, (1 + (log_p > own).sum(-1)).cpu().numpy())
+        np.maximum.at(self.rank[item], owners, (above + (level + 1) // 2).cpu().numpy())
+        np.logical_and.at(self.answered[item], owners, (log_p.argmax(-1) == tokens).cpu().numpy())
         at, probes = self._first(reads)
         self.entropy[item, probes] = entropy(log_p[at]).cpu().numpy()
+        self.kl_to_final[item, probes] = kl_divergence(log_p[at], final[at]).cpu().numpy()
         if item < self.depths:
             rivals = log_p[at].gather(-1, self.targets.rivals[probes].to(log_p.device))
             self.rival_log_p[item, probes] = rivals.cpu().numpy()
-            self.kl_to_final[item, probes] = kl_divergence(log_p[at], final[at]).cpu().numpy()
         else:
             self.jsd[item - self.depths, probes] = js_divergence(log_p[at], final[at]).cpu().numpy()
 
-    def measures(self, *, norm: Tensor, angle: Tensor, ablated_angle: Tensor) -> Measures:
+    def measures(self, *, norm: Tensor, angle: Tensor, ablated_angle: Tensor, ablated_norm: Tensor) -> Measures:
         """Everything collected, with what was measured on the streams themselves."""
         return Measures(
             log_p=self.log_p[: self.depths],
             rival_log_p=self.rival_log_p,
             rank=self.rank[: self.depths],
             entropy=self.entropy[: self.depths],
-            kl_to_final=self.kl_to_final,
+            kl_to_final=self.kl_to_final[: self.depths],
             norm=norm.numpy(),
             angle=angle.numpy(),
             answer=self.answer,
+            answered=self.answered[self.depths - 1],
             ceiling=self.ceiling,
             jsd=self.jsd,
             ablated_log_p=self.log_p[self.depths :],
             ablated_rank=self.rank[self.depths :],
+            ablated_answered=self.answered[self.depths :],
             ablated_entropy=self.entropy[self.depths :],
+            ablated_kl=self.kl_to_final[self.depths :],
             ablated_angle=ablated_angle.numpy(),
+            ablated_norm=ablated_norm.numpy(),
         )
 
     def _first(self, reads: Sequence[int]) -> tuple[list[int], list[int]]:
         """Places among `reads` that predict a first target token, and the probes that they belong to."""
-        starts = set(self.targets.first_reads.tolist())
-        at = [place for place, read in enumerate(reads) if read in starts]
+        at = [place for place, read in enumerate(reads) if read in self.starts]
         return at, self.targets.probe[[reads[place] for place in at]].tolist()
 
 

@@ -14,6 +14,8 @@ from safetensors.numpy import load_file, save
 from tracer.errors import InputError
 from tracer.results import PARTIAL
 
+PLAN = "plan.json"
+
 
 class PartialRun:
     """Arrays by name, kept in `FOLDER/partial` (or in memory without a folder) until the result is written.
@@ -33,23 +35,28 @@ class PartialRun:
         self._folder = None if folder is None else folder / PARTIAL
         if self._folder is None:
             return
-        text = json.dumps(plan, sort_keys=True, ensure_ascii=False, indent=1)
-        known = self._folder / "plan.json"
-        if known.exists() and resume:
-            changed = differing(plan, json.loads(known.read_text()))
+        self._plan = json.dumps(plan, sort_keys=True, ensure_ascii=False, indent=1).encode()
+        known = self._folder / PLAN
+        if not known.exists():
+            return
+        if resume:
+            try:
+                earlier = json.loads(known.read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise InputError(f"{str(known)!r} is damaged: force to begin anew") from error
+            changed = differing(plan, earlier)
             if changed is not None:
                 raise InputError(
                     f"{str(folder)!r} was begun with another {changed}: resume with the same arguments and versions, "
                     "or force to begin anew"
                 )
-            return
-        if known.exists() and not force:
+        elif force:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        else:
             raise InputError(
                 f"{str(folder)!r} holds {len(list(self._folder.glob('*.safetensors')))} finished batches of an "
                 "interrupted trace: resume it, or force to begin anew"
             )
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._write(known, text.encode())
 
     def __contains__(self, name: str) -> bool:
         return name in self._memory or (self._folder is not None and self._path(name).exists())
@@ -66,6 +73,8 @@ class PartialRun:
         if self._folder is None:
             self._memory[name] = dict(arrays)
         else:
+            if not (self._folder / PLAN).exists():
+                self._write(self._folder / PLAN, self._plan)
             self._write(self._path(name), save({k: np.ascontiguousarray(v) for k, v in arrays.items()}))
 
     def remove(self) -> None:

@@ -169,7 +169,7 @@ def _why_not(n: int, answered: int, distinct: int, p_value: float | None, found:
     return None
 
 
-def overall_block(groups: Sequence[GroupParticle]) -> float | None:
-    """The median over groups of the groups' medians; None when no group has a particle."""
+def overall_block(groups: Sequence[GroupParticle], *, seed: int) -> Interval:
+    """The median over groups of the groups' medians, with an interval over groups; empty without a particle."""
     medians = [group.block.estimate for group in groups if group.block.estimate is not None]
-    return float(np.median(medians)) if medians else None
+    return bootstrap_interval(np.array(medians, dtype=float), "median", seed=seed, label="particle of all groups")

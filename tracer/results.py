@@ -34,14 +34,15 @@ class TraceResult:
 
     Attributes:
         run: arguments, seed, versions, model (fingerprint, anatomy, self-check), engine, time, warnings, and the
-            statistics of groups and ablations; what `run.json` holds.
+            statistics of groups (with their own fragility profiles) and ablations; what `run.json` holds.
         probes: one row per usable probe: `id`, `group`, `prompt`, `target`, `target_ids`, `n_tokens`, `answered`,
             `answer`, `p_final`, `rank_final`, `particle` (block, missing where there is none), `rise`, `jsd_max`,
             `jsd_max_block`.
         blocks: one row per block: `block`, `mixer`, `module`, `particles`, per ablation `jsd_KIND` with its interval
             and companions, and the stream after the block (`norm`, `angle`, `entropy`, `kl_to_final`, `rank`).
         arrays: `log_p`, `rank`, `entropy`, `kl_to_final`, `norm`, `angle` as `[depths, probes]`; per ablation
-            `jsd_KIND`, `log_p_KIND`, `rank_KIND`, `entropy_KIND`, `moved_angle_KIND` as `[blocks, probes]`;
+            `jsd_KIND`, `log_p_KIND`, `log2_rank_KIND`, `answered_KIND`, `entropy_KIND`, `kl_KIND`, `angle_KIND`,
+            `norm_KIND` as `[blocks, probes]`;
             `ceiling` `[probes]`; `cka` `[depths, depths]`; per group `null_low/GROUP`, `null_high/GROUP` `[depths]` and
             `rival_log_p/GROUP` `[depths, probes, targets]`.
     """
@@ -57,7 +58,7 @@ class TraceResult:
         rows = []
         for group in self.run["groups"]:
             block = group["block"]
-            flat = {key: value for key, value in group.items() if key != "block"}
+            flat = {key: value for key, value in group.items() if key not in ("block", "fragility")}
             rows.append(flat | {"block": block["estimate"], "block_low": block["low"], "block_high": block["high"]})
         numbers = ("block", "block_low", "block_high", "depth", "p_value")
         return pd.DataFrame(rows).astype(dict.fromkeys(numbers, float))
@@ -144,13 +145,14 @@ class TraceResult:
             unfinished = "; its trace was interrupted, go on with --resume" if (source / PARTIAL).is_dir() else ""
             raise InputError(f"{str(source)!r} is not a finished result ({missing[0]} is missing){unfinished}")
         try:
-            run = json.loads((source / "run.json").read_text())
+            run = json.loads((source / "run.json").read_text(encoding="utf-8"))
             if run["schema"] != SCHEMA:
                 raise InputError(
                     f"{str(source)!r} has result schema {run['schema']}, this version reads {SCHEMA}: trace again"
                 )
-            rows = [json.loads(line) for line in (source / "probes.jsonl").read_text().splitlines()]
-            probes = pd.DataFrame(rows).astype({"particle": "Int64"})
+            # Not splitlines: a prompt may hold a line separator that JSON leaves as it is.
+            lines = (source / "probes.jsonl").read_text(encoding="utf-8").split("\n")
+            probes = typed_probes([json.loads(line) for line in lines if line])
             blocks = pd.read_csv(source / "blocks.csv", dtype={"mixer": str, "module": str})
             arrays = load_file(source / "arrays.safetensors")
         except (OSError, ValueError, KeyError, SafetensorError) as error:
@@ -163,14 +165,20 @@ class TraceResult:
 PARTIAL = "partial"
 """Folder of finished batches inside the folder of a result that is not finished."""
 
+WRITING = ".writing"
+"""Folder in which files are staged; left only by a process that was killed, and removed by the next."""
+
 
 def check_free(folder: Path, *, force: bool = False) -> None:
     """Raise InputError when `folder` cannot take a result: in use by one (unless `force`), or by something else."""
-    if not folder.exists():
-        return
-    if not folder.is_dir():
-        raise InputError(f"{str(folder)!r} is a file: pass a folder that does not exist yet")
-    names = {path.name for path in folder.iterdir()} - {PARTIAL, "figures"}
+    try:
+        if not folder.exists():
+            return
+        if not folder.is_dir():
+            raise InputError(f"{str(folder)!r} is a file: pass a folder that does not exist yet")
+        names = {path.name for path in folder.iterdir()} - {PARTIAL, WRITING, "figures"}
+    except OSError as error:
+        raise InputError(f"{str(folder)!r} cannot be used: {error.strerror or error}") from error
     if names - set(FILES):
         raise InputError(
             f"{str(folder)!r} holds other files ({sorted(names - set(FILES))[0]}): pass a folder of its own"
@@ -179,26 +187,33 @@ def check_free(folder: Path, *, force: bool = False) -> None:
         raise InputError(f"{str(folder)!r} already holds a result: pass another folder, or force to replace it")
 
 
+def typed_probes(rows: list[dict[str, Any]]) -> pd.DataFrame:
+    """The table of probes with the types that do not follow from the values: blocks and rises may all be missing."""
+    return pd.DataFrame(rows).astype({"particle": "Int64", "rise": float})
+
+
 def write_folder(folder: Path, contents: Mapping[str, bytes]) -> Path:
     """Write files into `folder` so that all of them appear or none.
 
-    The files are first written beside the folder and then moved in, in the given order, the last one being the sign
-    that the folder is complete.
+    The files are first written into a hidden folder inside and then moved out, in the given order, the last one being
+    the sign that the folder is complete.
 
     Raises:
         InputError: the disk is full or the place cannot be written.
     """
-    staging = folder.parent / f".{folder.name}.writing"
+    staging = folder / WRITING
+    new = not folder.exists()
     try:
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
         for name, content in contents.items():
             (staging / name).write_bytes(content)
-        folder.mkdir(parents=True, exist_ok=True)
         (folder / list(contents)[-1]).unlink(missing_ok=True)
         for name in contents:
             os.replace(staging / name, folder / name)
     except OSError as error:
+        if new:
+            shutil.rmtree(folder, ignore_errors=True)
         raise InputError(f"cannot write {str(folder)!r}: {error.strerror or error}") from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)

@@ -55,10 +55,11 @@ def _groups(result: TraceResult) -> str:
                 f"{row['depth']:.2f}" if measured else textwrap.shorten(row["why_not"], 52, placeholder=" ..."),
             )
         )
-    block = result.run["particle_block"]
+    block = result.run["particle_block"]["estimate"]
     title = f"Task particles: median block of 0..{last} over answered probes that have one"
     if block is not None:
-        title += f"; over groups {block:.3g}"
+        overall = result.run["particle_block"]
+        title += f"; over groups {block:.3g} {_range(overall['low'], overall['high'])}"
     return title + "\n" + _table(("group", "probes", "answered", "p", "block", "depth"), rows, left=(0, 4, 5))
 
 
@@ -71,6 +72,7 @@ def _fragile(result: TraceResult, kind: str) -> str:
             row["mixer"],
             f"{row[f'jsd_{kind}']:.3f}  {_range(row[f'jsd_low_{kind}'], row[f'jsd_high_{kind}'], '.3f')}",
             f"{row[f'jsd_share_{kind}']:.2f}",
+            "" if np.isnan(row[f"jsd_answered_{kind}"]) else f"{row[f'jsd_answered_{kind}']:.3f}",
             f"{row[f'log_p_change_{kind}']:+.2f}",
             "" if np.isnan(row[f"kept_{kind}"]) else f"{row[f'kept_{kind}']:.0%}",
         )
@@ -82,7 +84,7 @@ def _fragile(result: TraceResult, kind: str) -> str:
     )
     sets = f"Not told apart from the largest: {_blocks(entry['fragile'])}"
     sets += f"; without block 0: {_blocks(entry['fragile_without_first'])}"
-    header = ("block", "mixer", "JSD", "/ ln 2", "log p", "kept")
+    header = ("block", "mixer", "JSD", "/ ln 2", "answered", "log p", "kept")
     return f"{title}\n{_table(header, rows, left=(1, 2))}\n{textwrap.fill(sets, WIDTH, subsequent_indent='  ')}"
 
 

@@ -14,6 +14,7 @@ from tracer.measures import Measures
 from tracer.models.anatomy import Anatomy
 from tracer.particle import NO_BLOCK, GroupParticle, ParticleRule, group_null, group_particle, task_particles
 from tracer.probes import TokenizedProbe
+from tracer.results import typed_probes
 from tracer.statistics import MIN_SEEDS, t_interval
 
 LATE_SHARE = 0.9
@@ -33,15 +34,18 @@ def by_kind(measures: Measures, kinds: Sequence[str], n_blocks: int, noise_sampl
         rows = slice(start, start + n_blocks * samples)
         start = rows.stop
 
-        def averaged(values: np.ndarray, rows: slice = rows, samples: int = samples) -> np.ndarray:
-            return values[rows].reshape(n_blocks, samples, -1).mean(axis=1)
-
-        arrays[f"jsd_{kind}"] = averaged(measures.jsd)
-        arrays[f"log_p_{kind}"] = averaged(measures.ablated_log_p)
-        arrays[f"rank_{kind}"] = averaged(measures.ablated_rank)
-        arrays[f"answered_{kind}"] = averaged(measures.ablated_rank == 1)
-        arrays[f"entropy_{kind}"] = averaged(measures.ablated_entropy)
-        arrays[f"moved_angle_{kind}"] = averaged(measures.ablated_angle)
+        averaged = {
+            "jsd": measures.jsd,
+            "log_p": measures.ablated_log_p,
+            "log2_rank": np.log2(measures.ablated_rank),
+            "answered": measures.ablated_answered.astype(float),
+            "entropy": measures.ablated_entropy,
+            "kl": measures.ablated_kl,
+            "angle": measures.ablated_angle,
+            "norm": measures.ablated_norm,
+        }
+        for name, values in averaged.items():
+            arrays[f"{name}_{kind}"] = values[rows].reshape(n_blocks, samples, -1).mean(axis=1)
         if kind == "noise":
             by_sample = measures.jsd[rows].reshape(n_blocks, samples, -1).mean(axis=2)
             arrays["jsd_noise_by_sample"] = np.ascontiguousarray(by_sample.T)
@@ -97,6 +101,20 @@ def fragilities(
     ]
 
 
+def group_fragilities(
+    kinds: Sequence[str], arrays: Mapping[str, np.ndarray], answered: np.ndarray, groups: Sequence[str], seed: int
+) -> dict[str, dict[str, dict[str, list[float]]]]:
+    """Mean JSD of every block with its interval, group by group and ablation by ablation, as plain data."""
+    found: dict[str, dict[str, dict[str, list[float]]]] = {}
+    for group in dict.fromkeys(groups):
+        chosen = np.array(groups) == group
+        own = {name: array[..., chosen] for name, array in arrays.items() if array.shape[-1:] == chosen.shape}
+        for entry in fragilities(kinds, own, answered[chosen], [group] * int(chosen.sum()), seed):
+            columns = ("jsd", "jsd_low", "jsd_high")
+            found.setdefault(group, {})[entry.kind] = {name: entry.table[name].tolist() for name in columns}
+    return found
+
+
 def probe_table(
     items: Sequence[TokenizedProbe],
     arrays: Mapping[str, np.ndarray],
@@ -129,7 +147,7 @@ def probe_table(
             jsd = arrays[f"jsd_{kinds[0]}"][:, i]
             row |= {"jsd_max": float(jsd.max()), "jsd_max_block": int(jsd.argmax())}
         rows.append(row)
-    return pd.DataFrame(rows).astype({"particle": "Int64"})
+    return typed_probes(rows)
 
 
 def block_table(
@@ -160,14 +178,7 @@ def block_table(
     for entry in fragile:
         kind = entry.kind
         table = table.join(entry.table.add_suffix(f"_{kind}"))
-        moved = {
-            "ablated_angle": arrays[f"moved_angle_{kind}"],
-            "ablated_entropy": arrays[f"entropy_{kind}"],
-            "ablated_rank": arrays[f"rank_{kind}"],
-            "entropy": arrays["entropy"],
-            "rank": arrays["rank"],
-        }
-        table = table.join(stability_table(moved).add_suffix(f"_{kind}"))
+        table = table.join(stability_table(arrays, kind).add_suffix(f"_{kind}"))
         if kind == "noise" and len(arrays["jsd_noise_by_sample"]) >= MIN_SEEDS:
             seeds = [t_interval(column) for column in arrays["jsd_noise_by_sample"].T]
             table["jsd_noise_draw_low"] = [interval.low for interval in seeds]

@@ -17,14 +17,13 @@ import numpy as np
 import torch
 import transformers
 from tqdm import tqdm
-from transformers import PreTrainedModel
 
 from tracer.ablations import (
     Calibration,
     CalibrationSums,
     Positions,
     Variant,
-    ablation_kind,
+    ablation_kinds,
     sweep,
 )
 from tracer.batches import (
@@ -56,7 +55,7 @@ from tracer.probes import (
 )
 from tracer.results import PARTIAL, SCHEMA, TraceResult, check_free
 from tracer.statistics import rng
-from tracer.tables import block_table, by_kind, fragilities, particles_of, probe_table, warnings_of
+from tracer.tables import block_table, by_kind, fragilities, group_fragilities, particles_of, probe_table, warnings_of
 
 BATCH = "batch-"
 """Names of stored batches begin so; the others hold the nulls of groups with joint targets."""
@@ -85,12 +84,12 @@ class _Settings:
 
 
 def trace(
-    model: TracedModel | str | os.PathLike[str] | PreTrainedModel,
+    model: object,
     probes: str | Path | ProbeSet | Sequence[Probe | Mapping[str, object]] = "english",
     *,
     groups: Sequence[str] | None = None,
     limit: int | None = None,
-    ablations: Sequence[str] = ("zero",),
+    ablations: str | Sequence[str] = ("zero",),
     positions: str = "all",
     target: str = "single",
     rule: str = "first_rise",
@@ -115,7 +114,8 @@ def trace(
         probes: a shipped set or collection (`en-capitals`, `english`, `chinese`), a JSONL or CSV file, or probes.
         groups: only these groups.
         limit: only the first so many usable probes of each group.
-        ablations: any of `zero` (alias `skip`), `mean`, `resample`, `noise`, `zero_stream`; none for the lens alone.
+        ablations: any of `zero` (alias `skip`), `mean`, `resample`, `noise`, `zero_stream`, as names or separated by
+            commas; an empty list or `none` for the lens alone.
         positions: where ablations act: `all`, `not_first` or `last`.
         target: how a target of several tokens is read: refused (`single`), its `first` token, or `joint`ly.
         rule: which block is a probe's particle: `first_rise`, `half_final` or `max_rise`.
@@ -145,7 +145,7 @@ def trace(
         >>> result = tracer.trace("smollm2-135m-instruct-q4_1", "en-capitals")  # doctest: +SKIP
         >>> print(result.summary())  # doctest: +SKIP
     """
-    kinds = tuple(dict.fromkeys(ablation_kind(name) for name in ablations))
+    kinds = ablation_kinds(ablations)
     settings = _Settings(
         kinds,
         one_of("positions", positions, get_args(Positions)),  # type: ignore[arg-type]
@@ -169,6 +169,7 @@ def trace(
     if opened.tokenizer is None:
         raise InputError(f"{opened.name} has no tokenizer, so its probes cannot be read: pass tokenizer= to load")
     tokenized = tokenize(probe_set, opened.tokenizer, target=settings.target, skip_bad=skip_bad)
+    _check_fit(opened, tokenized.items)
     tokenized = replace(tokenized, items=_first_of_each_group(tokenized.items, settings.limit))
     if not tokenized.items:
         first = f" (the first: {tokenized.skipped[0].reason})" if tokenized.skipped else ""
@@ -177,13 +178,31 @@ def trace(
     plan = _plan(opened, probe_set, tokenized, settings, used)
     if folder is not None and resume and (folder / "run.json").exists() and not (folder / PARTIAL).exists():
         return _finished(folder, plan)
+    run_of_it = _Trace(opened, tokenized, settings, used, progress)
     store = PartialRun(folder, plan, resume=resume, force=force)
     with evaluating(opened.model):
-        result = _Trace(opened, tokenized, settings, used, store, progress).run(probe_set, plan)
+        result = run_of_it.run(store, probe_set, plan)
     if folder is not None:
         result.save(folder, force=force or resume)
         store.remove()
     return result
+
+
+def _check_fit(model: TracedModel, items: Sequence[TokenizedProbe]) -> None:
+    """Refuse probes that the model has no positions or no embeddings for, before anything runs."""
+    rows = getattr(model.model.get_input_embeddings(), "num_embeddings", None)
+    positions = getattr(model.model.config, "max_position_embeddings", None)
+    for item in items:
+        length, largest = len(item.prompt_ids) + len(item.target_ids) - 1, max(item.prompt_ids + item.target_ids)
+        if isinstance(positions, int) and length > positions:
+            raise InputError(
+                f"probe {item.probe.id} has {length} tokens, but {model.name} has {positions} positions: shorten it"
+            )
+        if largest >= model.anatomy.vocab or (isinstance(rows, int) and largest >= rows):
+            raise InputError(
+                f"probe {item.probe.id} has token {largest}, but {model.name} has only {rows or model.anatomy.vocab}: "
+                "pass the tokenizer that belongs to the model"
+            )
 
 
 def _first_of_each_group(items: Sequence[TokenizedProbe], limit: int | None) -> tuple[TokenizedProbe, ...]:
@@ -203,6 +222,7 @@ def _plan(
     content = [[i.probe.id, i.probe.group, i.prompt_ids, i.target_ids] for i in tokenized.items]
     return {
         "model": model.fingerprint(),
+        "device": model.device,
         "backend": model.backend,
         "engine": engine,
         "probes": hashlib.sha256(json.dumps(content).encode()).hexdigest(),
@@ -224,7 +244,7 @@ def _plan(
 
 def _finished(folder: Path, plan: dict[str, Any]) -> TraceResult:
     result = TraceResult.load(folder)
-    changed = differing(plan, result.run["plan"])
+    changed = differing(plan, result.run["plan"] | {key: result.run[key] for key in ("arguments", "versions")})
     if changed is not None:
         raise InputError(f"{str(folder)!r} holds a result with another {changed}: pass another folder, or force")
     return result
@@ -239,7 +259,6 @@ class _Trace:
         tokenized: TokenizedProbes,
         settings: _Settings,
         engine: Engine,
-        store: PartialRun,
         progress: bool,
     ):
         self.model = model
@@ -248,16 +267,16 @@ class _Trace:
         self.items = tokenized.items
         self.settings = settings
         self.engine = engine
-        self.store = store
         self.progress = progress
         self.table = TargetTable.of(self.items)
         self.variants = sweep(settings.ablations, range(model.n_blocks), settings.noise_samples)
         chosen = rng(settings.seed, "cka").permutation(len(self.items))[:MAX_CKA_ROWS]
         self.cka_probes = set(chosen.tolist())
+        self.donors = choose_donors(self.items, settings.seed) if "resample" in settings.ablations else {}
         self.calibration: Calibration | None = None
 
-    def run(self, probe_set: ProbeSet, plan: dict[str, Any]) -> TraceResult:
-        began = time.perf_counter()
+    def run(self, store: PartialRun, probe_set: ProbeSet, plan: dict[str, Any]) -> TraceResult:
+        self.store = store
         self.calibration = self._calibration()
         batches = probe_batches(self.items, self.table, self.settings.batch_tokens)
         joint = [group for group in self.table.targets if self.table.joint(group)]
@@ -268,28 +287,29 @@ class _Trace:
             own = probe_batches(pairs, TargetTable.of(pairs), self.settings.batch_tokens)
             crossings[group] = [(f"null-{joint.index(group)}-{n:05d}", batch) for n, batch in enumerate(own)]
             work += [(name, batch, ()) for name, batch in crossings[group]]
-        tokens = self._measure_all(work)
+        self._measure_all(work)
         measures = self._gathered(batches)
         rivals = self._rivals(measures, crossings)
-        seconds = time.perf_counter() - began
-        return self._result(probe_set, plan, measures, rivals, batches, {"seconds": seconds, "block_tokens": tokens})
+        done = [self.store[name] for name, _, _ in work]
+        spent = {key: sum(arrays[key].item() for arrays in done) for key in ("seconds", "block_tokens")}
+        return self._result(probe_set, plan, measures, rivals, batches, spent)
 
-    def _measure_all(self, work: Sequence[tuple[str, ProbeBatch, Sequence[Variant]]]) -> int:
-        """Run every batch that is not in the store yet; returns the tokens that passed through blocks."""
+    def _measure_all(self, work: Sequence[tuple[str, ProbeBatch, Sequence[Variant]]]) -> None:
+        """Run every batch that is not in the store yet."""
         todo = [item for item in work if item[0] not in self.store]
-        donors = choose_donors(self.items, self.settings.seed) if "resample" in self.settings.ablations else {}
-        total = sum(
-            block_tokens(self.model.n_blocks, variants, batch.tokens.ids.numel(), self.engine)
-            for _, batch, variants in todo
-        )
-        with _bar(total, f"trace {self.model.name}", self.progress) as advance:
+        tokens = {
+            name: block_tokens(self.model.n_blocks, variants, batch.tokens.ids.numel(), self.engine)
+            for name, batch, variants in todo
+        }
+        with _bar(sum(tokens.values()), f"trace {self.model.name}", self.progress) as advance:
             for name, batch, variants in todo:
+                began = time.perf_counter()
                 edits = edits_for(
                     self.adapter,
                     batch,
                     self.settings.ablations if variants else (),
                     self.settings.positions,
-                    donors=donors,
+                    donors=self.donors,
                     calibration=self.calibration,
                     seed=self.settings.seed,
                     noise_scale=self.settings.noise_scale,
@@ -307,8 +327,9 @@ class _Trace:
                 arrays = measure(self.adapter, streams, batch.targets).as_dict()
                 if name.startswith(BATCH):
                     arrays["streams"] = self._cka_rows(batch, streams)
+                arrays["block_tokens"] = np.array(tokens[name])
+                arrays["seconds"] = np.array(time.perf_counter() - began)
                 self.store[name] = arrays
-        return total
 
     def _cka_rows(self, batch: ProbeBatch, streams: ReadStreams) -> np.ndarray:
         """Clean streams of those probes of a batch that take part in the CKA, `[depths, probes, d]` float32."""
@@ -369,9 +390,7 @@ class _Trace:
     ) -> TraceResult:
         settings, anatomy = self.settings, self.model.anatomy
         kinds, groups = settings.ablations, [item.probe.group for item in self.items]
-        firsts = np.array([item.target_ids[0] for item in self.items])
-        # Rank 1 alone would count ties, as of a model that gives every token the same probability.
-        answered = (measures.rank[-1] == 1) & (measures.answer == firsts)
+        answered = measures.answered
         arrays = by_kind(measures, kinds, anatomy.n_blocks, settings.noise_samples)
         particles, found = particles_of(self.items, self.table, arrays, rivals, answered, settings.rule, settings.seed)
         usable = self.tokenized.usable()
@@ -381,22 +400,23 @@ class _Trace:
         if cka is not None:
             arrays["cka"] = cka
         counted = answered & np.isin(groups, [group.group for group in found if group.why_not is None])
-        block = overall_block(found)
+        block = overall_block(found, seed=settings.seed)
+        by_group = group_fragilities(kinds, arrays, answered, groups, settings.seed)
         assert self.model.tokenizer is not None
         run_data = {
             "schema": SCHEMA,
             "arguments": plan["arguments"],
-            "model": self.model.describe(),
+            "model": {"fingerprint": plan["model"], **self.model.describe()},
             "engine": self.engine,
             "readout": "logit",
             "calibration": None if self.calibration is None else {"tokens_first_and_other": self.calibration.tokens},
-            "plan": plan,
+            "plan": {key: value for key, value in plan.items() if key not in ("arguments", "versions")},
             "versions": plan["versions"],
             "work": work | {"batches": len(batches), "threads": torch.get_num_threads()},
             "skipped": [asdict(skip) for skip in (*probe_set.skipped, *self.tokenized.skipped)],
             "probe_warnings": [asdict(note) for note in self.tokenized.warnings],
-            "groups": [group.as_dict() for group in found],
-            "particle_block": block,
+            "groups": [group.as_dict() | {"fragility": by_group.get(group.group, {})} for group in found],
+            "particle_block": block.as_dict(),
             "fragility": [
                 {
                     "ablation": entry.kind,
@@ -410,7 +430,7 @@ class _Trace:
                 }
                 for entry in fragile
             ],
-            "warnings": warnings_of(anatomy, found, block, fragile),
+            "warnings": warnings_of(anatomy, found, block.estimate, fragile),
         }
         return TraceResult(
             run=run_data,

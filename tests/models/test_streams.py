@@ -35,7 +35,7 @@ def test_rms_norm_is_computed_on_each_depths_own_stream(family):
     model = tiny(family)
     plain, _ = lens(model)
     scaled, _ = lens(model, lambda x: 7 * x)
-    assert torch.allclose(plain.log_softmax(-1), scaled.log_softmax(-1), atol=1e-4)
+    assert torch.allclose(plain.log_softmax(-1), scaled.log_softmax(-1), atol=1e-3)
 
 
 def test_soft_cap_is_applied_exactly_once_at_every_depth():

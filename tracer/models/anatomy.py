@@ -86,6 +86,14 @@ class Anatomy:
         """Width of the residual stream."""
         return self.stream_shape[-1]
 
+    def rows_first(self, stream: Tensor) -> Tensor:
+        """A stream in the model's layout as `[batch, pos, ...]`, a view."""
+        return stream.movedim((self.batch_dim, self.position_dim), (0, 1))
+
+    def as_model(self, stream: Tensor) -> Tensor:
+        """A stream `[batch, pos, ...]` in the model's layout, a view."""
+        return stream.movedim((0, 1), (self.batch_dim, self.position_dim))
+
     @property
     def mixers(self) -> tuple[str, ...]:
         """Kind of the sequence mixer of each block."""

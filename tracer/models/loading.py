@@ -59,7 +59,7 @@ class OpenedModel:
 
 
 def open_model(
-    source: Source,
+    source: object,
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
     dtype: str | torch.dtype | None = None,
@@ -89,6 +89,10 @@ def open_model(
         InputError: There is no such model, it is not a causal language model, its files are incomplete or
             damaged, or the options contradict each other.
     """
+    if not isinstance(source, PreTrainedModel | str | os.PathLike):
+        raise InputError(
+            f"cannot open a {type(source).__name__}: pass a name, a folder, a GGUF file, or a live Hugging Face model"
+        )
     if isinstance(source, PreTrainedModel):
         _refuse_options_of_live_models(
             dtype=dtype,

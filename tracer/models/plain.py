@@ -12,8 +12,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from tracer.errors import HookError
+from tracer.errors import HookError, ModelRefused
 from tracer.models.anatomy import Anatomy
 from tracer.models.nested import Path, get, leaves, replaced
 from tracer.models.tokens import TokenBatch
@@ -74,7 +75,7 @@ class BlockSite:
             values |= self._repeated(copies, values.keys())
         arguments = replaced(self._arguments, values)
         output = self._adapter.call(self._module, arguments)
-        if copies == 1:
+        if state is None:
             self._output = output
         return tuple(get(output, path) for path in self._adapter.output_paths)
 
@@ -108,10 +109,13 @@ class PlainAdapter:
         model: the model, in eval mode.
         anatomy: where its residual stream runs.
         outputs: one recorded output per block call, as templates for blocks that are not run.
+        forward: the model's own forward, from tokens to logits.
     """
 
-    def __init__(self, model: nn.Module, anatomy: Anatomy, outputs: Sequence[Any]):
-        self.model = model
+    def __init__(
+        self, model: nn.Module, anatomy: Anatomy, outputs: Sequence[Any], forward: Callable[[TokenBatch], Tensor]
+    ):
+        self.forward = forward
         self.anatomy = anatomy
         self.input_paths = (anatomy.input_path, *(into for _, into in anatomy.carried))
         self.output_paths = (anatomy.output_path, *(out for out, _ in anatomy.carried))
@@ -150,7 +154,7 @@ class PlainAdapter:
 
         result = None
         with self._intercepted(intercept), suppress(_Stop):
-            result = forward_logits(self.model, batch)
+            result = self.forward(batch)
         if seen != len(expected):
             raise HookError(
                 f"{seen} of {len(expected)} block calls were seen: the model did not run its blocks as in the probe"
@@ -210,8 +214,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def forward_logits(model: nn.Module, batch: TokenBatch) -> Tensor:
-    """The model's logits `[batch, pos, vocab]` for right-padded tokens, without cache; only what its forward takes."""
+def forward_logits(model: PreTrainedModel, batch: TokenBatch) -> Tensor:
+    """The model's logits `[batch, pos, vocab]` for right-padded tokens, without cache; only what its forward takes.
+
+    Raises:
+        ModelRefused: it returns no such logits.
+    """
     accepted = inspect.signature(model.forward).parameters
     anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
     device = _input_device(model)
@@ -220,9 +228,18 @@ def forward_logits(model: nn.Module, batch: TokenBatch) -> Tensor:
         arguments["attention_mask"] = batch.mask.to(device)
     if "use_cache" in accepted or anything:
         arguments["use_cache"] = False
+    if "output_router_logits" in accepted:  # blocks that are passed through have none to give
+        arguments["output_router_logits"] = False
     output = model(**arguments)
     logits = getattr(output, "logits", None)
-    return logits if isinstance(logits, Tensor) else output[0]
+    if logits is None and isinstance(output, tuple) and model.get_output_embeddings() is not None:
+        logits = output[0]
+    if not isinstance(logits, Tensor) or logits.shape[:-1] != batch.ids.shape:
+        raise ModelRefused(
+            f"{type(model).__name__} returns no next-token logits of shape [batch, pos, vocab]: pass a causal language "
+            "model with its head (a ...ForCausalLM class)"
+        )
+    return logits
 
 
 def _input_device(model: nn.Module) -> torch.device:

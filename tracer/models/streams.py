@@ -82,9 +82,8 @@ def positions_of(
     anatomy: Anatomy, stream: Tensor, rows: Int[Tensor, " reads"], positions: Int[Tensor, " reads"]
 ) -> Tensor:
     """The stream at single positions, as `reads` sequences of one token in the stream's own layout."""
-    where = (anatomy.batch_dim, anatomy.position_dim)
-    picked = stream.movedim(where, (0, 1))[rows.to(stream.device), positions.to(stream.device)]
-    return picked.unsqueeze(1).movedim((0, 1), where)
+    picked = anatomy.rows_first(stream)[rows.to(stream.device), positions.to(stream.device)]
+    return anatomy.as_model(picked.unsqueeze(1))
 
 
 def unembed(adapter: Adapter, stream: Tensor, tokens: Int[Tensor, " reads"]) -> Float[Tensor, "reads vocab"]:

@@ -3,7 +3,6 @@
 import hashlib
 import json
 from dataclasses import dataclass
-from os import PathLike
 from typing import Any
 
 import torch
@@ -16,6 +15,9 @@ from tracer.models.plain import Adapter
 from tracer.models.selfcheck import Engine, SelfCheck, open_plain
 
 BACKENDS = ("auto", "hooks")
+
+# Integers of the size of a weight, whose sums do not depend on the order of summation.
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -70,23 +72,28 @@ class TracedModel:
         return ", ".join(sorted({str(parameter.device) for parameter in self.model.parameters()}))
 
     def fingerprint(self) -> str:
-        """A hash of the configuration and of samples of every weight; equal for equal models.
+        """A hash of the configuration and of every weight; equal for equal models.
 
-        At most 64 values a tensor are read, so that it costs little on any size; offloaded tensors count by name and
-        shape only.
+        Weights count by exact sums over their bits, row by row, and by scattered samples, which costs one pass over the
+        memory. Tensors that are offloaded count by name and shape only.
         """
         digest = hashlib.sha256()
         config = {k: v for k, v in self.model.config.to_dict().items() if not k.startswith(("_", "transformers"))}
         digest.update(json.dumps(config, sort_keys=True, default=str).encode())
         for name, tensor in self.model.state_dict().items():
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-            if tensor.device.type != "meta" and tensor.numel():
-                step = max(1, tensor.numel() // 64)
-                digest.update(tensor.detach().flatten()[::step][:64].float().cpu().numpy().tobytes())
+            if tensor.device.type == "meta" or not tensor.numel() or tensor.dtype.is_complex:
+                continue
+            bits = tensor.detach().contiguous().view(_BITS.get(tensor.element_size(), torch.uint8))
+            flat = bits.reshape(-1)
+            places = torch.arange(64, device=flat.device) * 7_919_999 % flat.numel()
+            rows = bits.reshape(len(bits), -1) if bits.dim() > 1 else bits[None]
+            for part in (flat[places].long(), rows.sum(1, dtype=torch.int64)):
+                digest.update(part.cpu().numpy().tobytes())
         return digest.hexdigest()[:16]
 
     def describe(self) -> dict[str, Any]:
-        """Plain data for `run.json`."""
+        """Plain data for `run.json`; without the fingerprint, which costs a pass over the weights."""
         return {
             "name": self.name,
             "kind": self.opened.kind,
@@ -94,7 +101,6 @@ class TracedModel:
             "dtype": self.opened.dtype,
             "device": self.device,
             "backend": self.backend,
-            "fingerprint": self.fingerprint(),
             "notes": list(self.opened.notes),
             "anatomy": self.anatomy.as_dict(),
             "self_check": self.self_check.as_dict(),
@@ -107,7 +113,7 @@ class TracedModel:
 
 
 def load(
-    source: str | PathLike[str] | PreTrainedModel,
+    source: object,
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
     backend: str = "auto",

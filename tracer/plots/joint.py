@@ -112,8 +112,8 @@ def _draw_particles(result: TraceResult, axes: Axes) -> None:
 
 
 def _mark_overall(result: TraceResult, axes: Axes) -> None:
-    if result.run["particle_block"] is not None:
-        axes.axvline(result.run["particle_block"], **MEDIAN)
+    if result.run["particle_block"]["estimate"] is not None:
+        axes.axvline(result.run["particle_block"]["estimate"], **MEDIAN)
 
 
 def _draw_fragility(result: TraceResult, axes: Axes) -> None:
@@ -149,8 +149,8 @@ def _handles(result: TraceResult) -> list[Artist]:
         Line2D([], [], color="#A0A0A0", linewidth=0.8, label="lens, each group"),
         Patch(**BARS, label="particles, share of answered"),
     ]
-    if result.run["particle_block"] is not None:
-        block = result.run["particle_block"]
+    block = result.run["particle_block"]["estimate"]
+    if block is not None:
         handles.append(Line2D([], [], **MEDIAN, label=f"median particle block: {block:.3g}"))
     if not result.ablations:
         return handles

@@ -4,6 +4,7 @@ import csv
 import difflib
 import io
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -83,6 +84,12 @@ class ProbeSet:
     probes: tuple[Probe, ...]
     shipped: bool = False
     skipped: tuple[Skipped, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse two probes of one id, which donors and noise are drawn by."""
+        twice = [name for name, count in Counter(probe.id for probe in self.probes).items() if count > 1]
+        if twice:
+            raise InputError(f"probe set {self.name!r} has two probes with the id {twice[0]!r}: give each its own")
 
     @property
     def groups(self) -> tuple[str, ...]:
