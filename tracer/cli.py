@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import click
@@ -138,46 +139,36 @@ def trace(
       tracer trace ./my-model --probes my.jsonl --ablations zero,mean --dtype bfloat16 --out runs/mine
       tracer trace gemma3-270m-q4_k_m --probes chinese --groups zh-capitals --out runs/zh
     """
-    from tracer.results import check_free
+    from tracer.results import PARTIAL, check_free
     from tracer.tracing import trace as run_trace
 
+    folder = Path(out)
     load_options = {key: options.pop(key) for key in _LOAD_OPTIONS}
     try:
         # What costs nothing is checked before the model is opened.
-        check_free(_path(out), force=options["force"] or options["resume"])
+        check_free(folder, force=options["force"] or options["resume"])
         result = run_trace(
             model,
-            groups=_names(groups),
+            groups=None if groups is None else [name.strip() for name in groups.split(",") if name.strip()],
             ablations=ablations,
             out=out,
             progress=not quiet,
             load_options=load_options,
             **options,
         )
-    except KeyboardInterrupt:
-        click.echo(f"\ntracer: interrupted; finished batches are kept, go on with: --out {out} --resume", err=True)
-        sys.exit(130)
-    click.echo(result.summary())
-    if no_figures:
-        click.echo(f"\nsaved in {out}")
-    else:
-        from tracer.plots import save_figures
+        click.echo(result.summary())
+        if not no_figures:
+            from tracer.plots import save_figures
 
-        save_figures(result, _path(out) / "figures", force=True)
-        click.echo(f"\nsaved in {out}, figures in its folder figures")
+            save_figures(result, folder / "figures", force=True)
+    except KeyboardInterrupt:
+        kept = f"finished batches are kept, go on with: --out {out} --resume"
+        click.echo(f"\ntracer: interrupted; {kept if (folder / PARTIAL).exists() else 'nothing is lost'}", err=True)
+        sys.exit(130)
+    click.echo(f"\nsaved in {out}" + ("" if no_figures else ", figures in its folder figures"))
 
 
 _LOAD_OPTIONS = ("dtype", "device", "device_map", "revision", "trust_remote_code", "backend")
-
-
-def _names(text: str | None) -> list[str] | None:
-    return None if text is None else [name.strip() for name in text.split(",") if name.strip()]
-
-
-def _path(text: str) -> Any:
-    from pathlib import Path
-
-    return Path(text)
 
 
 def main(args: Sequence[str] | None = None) -> None:

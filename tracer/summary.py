@@ -16,7 +16,7 @@ def summary_of(result: TraceResult) -> str:
     """What was measured, where the groups are executed, which blocks are fragile, and what to beware of."""
     parts = [_head(result), _groups(result)]
     parts += [_fragile(result, kind) for kind in result.ablations]
-    notes = [*result.run["warnings"], *_skipped(result)]
+    notes = [*result.run["warnings"], *_about_probes(result)]
     if notes:
         wrapped = (textwrap.fill(note, WIDTH, initial_indent="  ! ", subsequent_indent="    ") for note in notes)
         parts.append("Beware\n" + "\n".join(wrapped))
@@ -88,12 +88,16 @@ def _fragile(result: TraceResult, kind: str) -> str:
     return f"{title}\n{_table(header, rows, left=(1, 2))}\n{textwrap.fill(sets, WIDTH, subsequent_indent='  ')}"
 
 
-def _skipped(result: TraceResult) -> list[str]:
-    skipped = result.run["skipped"]
-    if not skipped:
-        return []
-    reason = textwrap.shorten(f"{skipped[0]['where']}: {skipped[0]['reason']}", 90, placeholder=" ...")
-    return [f"{len(skipped)} probes are not usable with this tokenizer and were left out, e.g. {reason}"]
+def _about_probes(result: TraceResult) -> list[str]:
+    """Probes that were left out, and kept ones about which something is suspect."""
+    said = {"skipped": "are not usable with this tokenizer and were left out", "probe_warnings": "are kept but suspect"}
+    notes = []
+    for key, what in said.items():
+        found = result.run[key]
+        if found:
+            first = textwrap.shorten(f"{found[0]['where']}: {found[0]['reason']}", 90, placeholder=" ...")
+            notes.append(f"{len(found)} probe{'s' if len(found) > 1 else ''} {what}, e.g. {first}")
+    return notes
 
 
 def _blocks(blocks: Sequence[int]) -> str:

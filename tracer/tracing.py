@@ -125,7 +125,8 @@ def trace(
         noise_scale: noise in units of the contribution's standard deviation.
         seed: of donors, noise, permutations and bootstrap.
         engine: `onepass` or `full`; default what the self-check allows.
-        batch_tokens: most tokens in one call of a block; bounds memory, does not change the result.
+        batch_tokens: most tokens in one call of a block; does not change the result. The streams of all variants of a
+            batch, an eighth as many tokens each, stay in memory until it is done.
         out: folder to save the result in; finished batches are kept there while the trace runs.
         resume: go on with an interrupted trace in `out`; a finished one with the same arguments is loaded.
         force: replace what `out` holds.
