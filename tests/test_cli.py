@@ -161,15 +161,24 @@ def test_existing_result_is_kept_unless_forced(capsys, folder, probes, tmp_path)
 
 
 def test_interrupt_says_how_to_go_on(capsys, folder, probes, tmp_path, monkeypatch):
-    def interrupted(*args: object, **kwargs: object) -> None:
-        raise KeyboardInterrupt
+    calls = []
 
+    def interrupted(*args: object, **kwargs: object) -> object:
+        calls.append(1)
+        if len(calls) in (1, 3):
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    real = tracing.run
     arguments = ["trace", folder, "--probes", probes, "--out", tmp_path / "run", "-q", "--no-figures"]
+    arguments += ["--batch-tokens", 128]
     with monkeypatch.context() as patch:
         patch.setattr(tracing, "run", interrupted)
         status, _, err = run(capsys, *arguments)
+        assert (status, "nothing is lost" in err) == (130, True)
+        status, _, err = run(capsys, *arguments)
     assert status == 130
-    assert "--resume" in err
+    assert f"--out {tmp_path / 'run'} --resume" in err
     assert run(capsys, *arguments, "--resume")[0] == 0
 
 

@@ -55,7 +55,7 @@ class Anatomy:
         batch_dim: batch dimension of the residual stream.
         position_dim: position dimension of the residual stream.
         stream_shape: shape of the residual of a 3 x 11-token probe.
-        shared_state: names of mutable containers that all blocks receive and may write to.
+        shared_state: names of mutable containers that blocks receive and write to.
         tail: the outermost modules called after the last block, in order.
         head: name of the unembedding module, or None when the model does not declare one.
         tied: whether the unembedding and the token embedding are one parameter.
@@ -148,12 +148,16 @@ def _spell(path: Path) -> str:
 
 @dataclass(frozen=True)
 class ModuleCall:
-    """One recorded call: the module, what it received (`{"args": ..., "kwargs": ...}`) and what it returned."""
+    """One recorded call: the module, what it received (`{"args": ..., "kwargs": ...}`) and what it returned.
+
+    `written` names the mutable containers among its arguments whose items the call changed.
+    """
 
     name: str
     module: nn.Module
     arguments: dict[str, Any]
     output: Any
+    written: tuple[str, ...]
 
 
 @contextmanager
@@ -164,17 +168,19 @@ def recorded_calls(modules: Mapping[str, nn.Module]) -> Iterator[list[ModuleCall
     count as part of the module.
     """
     calls: list[ModuleCall] = []
-    pending: list[tuple[nn.Module, dict[str, Any]]] = []
+    pending: list[tuple[nn.Module, dict[str, Any], dict[str, list[int]]]] = []
     handles = []
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        pending.append((module, {"args": args, "kwargs": dict(kwargs)}))
+        arguments = {"args": args, "kwargs": dict(kwargs)}
+        pending.append((module, arguments, _contents(arguments)))
 
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         while pending:
-            called, arguments = pending.pop()
+            called, arguments, contents = pending.pop()
             if called is module:
-                calls.append(ModuleCall(names[module], module, arguments, output))
+                written = tuple(key for key, items in _contents(arguments).items() if items != contents[key])
+                calls.append(ModuleCall(names[module], module, arguments, output, written))
                 return
 
     names = {module: name for name, module in modules.items()}
@@ -232,7 +238,7 @@ def locate(model: PreTrainedModel, first: Sequence[ModuleCall], second: Sequence
         batch_dim=batch_dim,
         position_dim=position_dim,
         stream_shape=tuple(stream.shape),
-        shared_state=_shared_state(blocks),
+        shared_state=tuple(dict.fromkeys(name for call in blocks for name in call.written)),
         tail=_tail(first, blocks[-1], container),
         head=head,
         tied=tied,
@@ -316,17 +322,14 @@ def _argument_dims(a: ModuleCall, b: ModuleCall) -> dict[Path, int | None]:
     return dims
 
 
-def _shared_state(blocks: Sequence[ModuleCall]) -> tuple[str, ...]:
-    """Names of the mutable containers that at least two blocks receive as the same object."""
-    names: dict[str, None] = {}
-    seen: dict[int, int] = {}
-    for call in blocks:
-        for key, value in (*enumerate(call.arguments["args"]), *call.arguments["kwargs"].items()):
-            if isinstance(value, MutableMapping | MutableSequence):
-                seen[id(value)] = seen.get(id(value), 0) + 1
-                if seen[id(value)] > 1:
-                    names[str(key)] = None
-    return tuple(names)
+def _contents(arguments: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Identities of the items of every mutable container among the arguments of a call."""
+    named = (*enumerate(arguments["args"]), *arguments["kwargs"].items())
+    return {
+        str(key): [id(item) for item in (value.values() if isinstance(value, Mapping) else value)]
+        for key, value in named
+        if isinstance(value, MutableMapping | MutableSequence)
+    }
 
 
 def _tail(calls: Sequence[ModuleCall], last: ModuleCall, container: str) -> tuple[str, ...]:
@@ -349,12 +352,12 @@ def _head(model: PreTrainedModel) -> tuple[str | None, bool]:
 # Kinds of sequence mixers by the words that class names and `layer_types` use for them. Only labels depend on this.
 _MIXER_WORDS = (
     (r"gated_?delta_?net|deltanet|gdn", "gated_deltanet"),
+    (r"delta_?attention|kimi_?delta|\bkda\b", "delta_attention"),
     (r"mamba_?2", "mamba2"),
     (r"mamba", "mamba"),
     (r"rwkv", "rwkv"),
     (r"m?lstm", "xlstm"),
     (r"rg_?lru|recurrentblock", "rg_lru"),
-    (r"kimi_?delta|\bkda\b", "kimi_delta"),
     (r"lightning|linear_?attention", "linear_attention"),
     (r"short_?conv|convmixer", "convolution"),
     (r"attention|attn", "attention"),
@@ -369,7 +372,7 @@ def mixer_kind(block: nn.Module, layer_type: str | None = None) -> str:
         if module is block or inner or name.count(".") > 1 or isinstance(module, nn.Linear | nn.ModuleList):
             continue
         words = f"{name.rpartition('.')[2]} {type(module).__name__}".lower()
-        if not re.search(r"norm|rotary|mlp|embedding", words):
+        if not re.search(r"norm\b|rotary|mlp|embedding|connection", words):
             found += [(name, kind) for pattern, kind in _MIXER_WORDS if re.search(pattern, words)][:1]
     return "+".join(sorted({kind for _, kind in found})) or layer_type or type(block).__name__
 

@@ -8,6 +8,7 @@ back. The visitor may run the block once, several times on more rows than the mo
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -169,6 +170,13 @@ class PlainAdapter:
         finally:
             self._running = False
 
+    def _route(
+        self, intercept: Callable[[nn.Module, dict[str, Any]], Any], block: nn.Module, *args: Any, **kwargs: Any
+    ) -> Any:
+        if self._running:  # a block inside a block, called by the outer one
+            return type(block)._call_impl(block, *args, **kwargs)
+        return intercept(block, {"args": args, "kwargs": kwargs})
+
     @contextmanager
     def _intercepted(self, intercept: Callable[[nn.Module, dict[str, Any]], Any]) -> Iterator[None]:
         """Route the calls of the blocks through `intercept`, on these module objects only, until the context ends.
@@ -178,14 +186,6 @@ class PlainAdapter:
         """
         blocks = set(self._blocks)
 
-        def route(block: nn.Module) -> Callable[..., Any]:
-            def call(*args: Any, **kwargs: Any) -> Any:
-                if self._running:  # a block inside a block, called by the outer one
-                    return type(block)._call_impl(block, *args, **kwargs)
-                return intercept(block, {"args": args, "kwargs": kwargs})
-
-            return call
-
         taken = [block for block in blocks if "_call_impl" in block.__dict__]
         if taken:
             raise HookError(
@@ -194,7 +194,7 @@ class PlainAdapter:
             )
         try:
             for block in blocks:
-                block.__dict__["_call_impl"] = route(block)
+                block.__dict__["_call_impl"] = partial(self._route, intercept, block)
             yield
         finally:
             for block in blocks:

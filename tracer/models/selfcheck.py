@@ -177,7 +177,13 @@ def self_check(
         "reading, and a skip that was broken off, leave nothing behind",
         "the forward of this model is not repeatable",
     )
-    final = unembedded(streams.states[-1])
+    try:
+        final = unembedded(streams.states[-1])
+    except Exception as error:
+        raise ModelRefused(
+            f"{anatomy.model_class} cannot be traced: its tail cannot be replayed on single positions "
+            f"({type(error).__name__}: {' '.join(str(error).split())[:100]})"
+        ) from error
     check(
         "tail",
         (final - truth).abs().max().item() if exact else _gap(final, truth),
