@@ -10,10 +10,10 @@ MODEL := smollm2-135m-instruct-q4_1
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format clean
+.PHONY: help demo test test-hooked-transformer lint format clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-24s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed-gguf  ## fetch a 135M-parameter model and trace it into runs/demo
 	$(BIN)/tracer fetch $(MODEL)
@@ -22,6 +22,17 @@ demo: $(VENV)/.installed-gguf  ## fetch a 135M-parameter model and trace it into
 test: $(VENV)/.installed-dev  ## run the tests, some of them on real weights (PYTEST_ARGS adds options)
 	$(BIN)/tracer fetch $(MODEL)
 	$(ONE_THREAD) $(BIN)/pytest -n 2 $(PYTEST_ARGS)
+
+# TransformerLens 3.9 lies beside the environment and goes before 4.x on the path of this one call.
+HOOKED := $(VENV)/transformer-lens-3.9
+
+$(HOOKED)/.installed: $(VENV)/.installed-dev
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(HOOKED) \
+		transformer-lens==3.9.0 better-abc==0.0.3
+	@touch $@
+
+test-hooked-transformer: $(HOOKED)/.installed  ## test a live HookedTransformer with TransformerLens 3.9
+	PYTHONPATH=$(HOOKED) $(ONE_THREAD) $(BIN)/pytest tests/models/test_hooked_transformer.py
 
 lint: $(VENV)/.installed-dev  ## check format, lint and types
 	$(BIN)/ruff format --check .

@@ -35,7 +35,12 @@ def _model_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--device-map", help="As in transformers, e.g. auto."),
         click.option("--revision", help="Branch, tag or commit on the hub."),
         click.option("--trust-remote-code", is_flag=True, help="Run model code that comes with the checkpoint."),
-        click.option("--backend", default="auto", show_default=True, help="How to reach the streams: auto or hooks."),
+        click.option(
+            "--backend",
+            default="auto",
+            show_default=True,
+            help="How to reach the streams: auto, hooks or transformer_lens.",
+        ),
         click.option("--quiet", "-q", is_flag=True, help="No progress bars."),
     )
     for option in reversed(options):

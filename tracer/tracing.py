@@ -191,18 +191,18 @@ def trace(
 
 def _check_fit(model: TracedModel, items: Sequence[TokenizedProbe]) -> None:
     """Refuse probes that the model has no positions or no embeddings for, before anything runs."""
-    rows = getattr(model.model.get_input_embeddings(), "num_embeddings", None)
-    positions = getattr(model.model.config, "max_position_embeddings", None)
     for item in items:
         length, largest = len(item.prompt_ids) + len(item.target_ids) - 1, max(item.prompt_ids + item.target_ids)
-        if isinstance(positions, int) and length > positions:
+        if model.positions is not None and length > model.positions:
             raise InputError(
-                f"probe {item.probe.id} has {length} tokens, but {model.name} has {positions} positions: shorten it"
+                f"probe {item.probe.id} has {length} tokens, but {model.name} has {model.positions} positions: "
+                "shorten it"
             )
-        if largest >= model.anatomy.vocab or (isinstance(rows, int) and largest >= rows):
+        known = min(model.anatomy.vocab, model.embeddings)
+        if largest >= known:
             raise InputError(
-                f"probe {item.probe.id} has token {largest}, but {model.name} has only {rows or model.anatomy.vocab}: "
-                "pass the tokenizer that belongs to the model"
+                f"probe {item.probe.id} has token {largest}, but {model.name} has only {known}: pass the "
+                "tokenizer that belongs to the model"
             )
 
 

@@ -194,7 +194,7 @@ def recorded_calls(modules: Mapping[str, nn.Module]) -> Iterator[list[ModuleCall
             handle.remove()
 
 
-def locate(model: PreTrainedModel, first: Sequence[ModuleCall], second: Sequence[ModuleCall], vocab: int) -> Anatomy:
+def locate(model: nn.Module, first: Sequence[ModuleCall], second: Sequence[ModuleCall], vocab: int) -> Anatomy:
     """Find the anatomy from the calls of all modules in two probe forwards of different shape.
 
     Args:
@@ -340,7 +340,9 @@ def _tail(calls: Sequence[ModuleCall], last: ModuleCall, container: str) -> tupl
     return tuple(name for name in names if not any(name.startswith(other + ".") for other in names))
 
 
-def _head(model: PreTrainedModel) -> tuple[str | None, bool]:
+def _head(model: nn.Module) -> tuple[str | None, bool]:
+    if not isinstance(model, PreTrainedModel):  # a model of TransformerLens calls it so
+        return ("unembed" if hasattr(model, "unembed") else None), False
     head = model.get_output_embeddings()
     if head is None:
         return None, False

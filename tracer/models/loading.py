@@ -10,6 +10,7 @@ import huggingface_hub
 import huggingface_hub.errors as hub_errors
 import torch
 from safetensors import SafetensorError
+from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -49,7 +50,7 @@ class OpenedModel:
         notes: What a reader of results should know about how it was opened.
     """
 
-    model: PreTrainedModel
+    model: Any
     tokenizer: PreTrainedTokenizerBase | None
     name: str
     kind: Kind
@@ -94,7 +95,7 @@ def open_model(
             f"cannot open a {type(source).__name__}: pass a name, a folder, a GGUF file, or a live Hugging Face model"
         )
     if isinstance(source, PreTrainedModel):
-        _refuse_options_of_live_models(
+        refuse_options_of_live_models(
             dtype=dtype,
             device=device,
             device_map=device_map,
@@ -135,7 +136,7 @@ def open_model(
             if "trust_remote_code" in str(error):
                 reason = "it needs model code of its own; pass trust_remote_code=True if you trust that code"
             raise InputError(f"{located.name} cannot be opened: {reason}") from error
-    name_of_dtype, mixed = _read_dtype(model)
+    name_of_dtype, mixed = read_dtype(model)
     notes = [*located.notes, *mixed]
     if wanted is None and name_of_dtype != "float32":
         notes.append(f"stored dtype {name_of_dtype} kept; pass dtype= to change")
@@ -262,7 +263,8 @@ def _parse_device(device: str | torch.device | None) -> torch.device | None:
     return place
 
 
-def _refuse_options_of_live_models(**options: Any) -> None:
+def refuse_options_of_live_models(**options: Any) -> None:
+    """Raise InputError when an option that changes a checkpoint is passed with a live model."""
     given = [name for name, value in options.items() if value not in (None, False)]
     if given:
         raise InputError(
@@ -274,7 +276,7 @@ def _describe_live(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | 
     name = model.config.name_or_path or type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
         raise InputError(f"{name} is an encoder-decoder; pass a causal language model")
-    dtype, notes = _read_dtype(model)
+    dtype, notes = read_dtype(model)
     return OpenedModel(model, tokenizer, name, "live", None, dtype, tuple(notes))
 
 
@@ -308,7 +310,7 @@ def _read_tokenizer(located: _Located, options: dict[str, Any]) -> PreTrainedTok
     return tokenizer
 
 
-def _read_dtype(model: PreTrainedModel) -> tuple[str, list[str]]:
+def read_dtype(model: nn.Module) -> tuple[str, list[str]]:
     """Name of the dtype of most parameter elements, and a note where there are others.
 
     `model.dtype` is not asked: it does not follow `.half()` and reports one parameter for all.

@@ -5,14 +5,13 @@ The checks cost about five and a half forwards of a 3 x 11-token probe, recordin
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from tracer.errors import ModelRefused
 from tracer.models.anatomy import PROBE_LENGTH, PROBE_ROWS, SECOND_LENGTH, SECOND_ROWS, locate, recorded_calls
@@ -72,18 +71,27 @@ class SelfCheck:
         return "\n".join([*map(str, self.checks), f"engine: {self.engine} ({self.reason})"])
 
 
-def open_plain(model: PreTrainedModel, *, all_depths: bool = False) -> tuple[PlainAdapter, SelfCheck]:
+def open_plain(
+    model: Any,
+    forward: Callable[[TokenBatch], Tensor] | None = None,
+    *,
+    embeddings: int | None = None,
+    all_depths: bool = False,
+) -> tuple[PlainAdapter, SelfCheck]:
     """Find the anatomy of a live model, check it and return the adapter.
 
     Args:
         model: a causal language model.
+        forward: its own forward from tokens to logits; default that of a Hugging Face model.
+        embeddings: number of tokens that it knows; default that of a Hugging Face model.
         all_depths: resume from every depth instead of three.
 
     Raises:
         ModelRefused: the model cannot be traced; names the check that failed and the measured gap.
     """
-    first, second = _probes(model)
-    forward = partial(forward_logits, model)
+    if forward is None:
+        forward = partial(forward_logits, model)
+    first, second = _probes(embeddings or token_count(model))
     with evaluating(model):
         modules = {name: module for name, module in model.named_modules() if name}
         with recorded_calls(modules) as calls:
@@ -267,9 +275,13 @@ def _interrupted_skip(adapter: Adapter, probe: TokenBatch) -> None:
         adapter.run(probe, visit, logits=False)
 
 
-def _probes(model: PreTrainedModel) -> tuple[TokenBatch, TokenBatch]:
+def token_count(model: Any) -> int:
+    """Number of tokens that a Hugging Face model has embeddings for."""
+    return getattr(model.get_input_embeddings(), "num_embeddings", None) or model.config.vocab_size
+
+
+def _probes(size: int) -> tuple[TokenBatch, TokenBatch]:
     """Two right-padded probes; the rows of the second repeat all but the last token of the first one's, and go on."""
-    size: int = getattr(model.get_input_embeddings(), "num_embeddings", None) or model.config.vocab_size
     generator = torch.Generator().manual_seed(0)
     # Tokens from the upper part of the vocabulary: special tokens tend to have the lowest ids.
     tokens = torch.randint(size // 4, size, (PROBE_ROWS, SECOND_LENGTH), generator=generator)
