@@ -3,17 +3,16 @@
 import numpy as np
 import pytest
 import torch
-import transformer_lens
 from tiny import tiny, word_tokenizer
 
 import tracer
 from tracer.probes import Probe
 
-if not hasattr(transformer_lens, "HookedTransformer"):
+try:
+    from transformer_lens import HookedTransformer, HookedTransformerConfig
+    from transformer_lens.pretrained.weight_conversions import convert_gpt2_weights, convert_llama_weights
+except ImportError:
     pytest.skip("needs TransformerLens 3.9: make test-hooked-transformer", allow_module_level=True)
-
-from transformer_lens import HookedTransformer, HookedTransformerConfig
-from transformer_lens.pretrained.weight_conversions import convert_gpt2_weights, convert_llama_weights
 
 PROBES = [
     Probe(" ".join(f"w{3 + (7 * i + 5 * j) % 120}" for j in range(4 + i % 4)), f" w{20 + i % 9}", "g", f"p{i}")
