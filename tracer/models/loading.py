@@ -26,7 +26,6 @@ from tracer.models.catalogue import CATALOGUE, cached_folder, suggest_names
 from tracer.models.checkpoint import first_few, read_causal_lm, transformers_output
 from tracer.models.gguf_file import convert_gguf
 
-Source = str | os.PathLike[str] | PreTrainedModel
 Kind = Literal["hub", "folder", "gguf", "catalogue", "live"]
 
 # Names are dtypes in which a model can be computed; a quantised storage format is not one of them.

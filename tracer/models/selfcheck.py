@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tracer.errors import ModelRefused
 from tracer.models.anatomy import PROBE_LENGTH, PROBE_ROWS, SECOND_LENGTH, SECOND_ROWS, locate, recorded_calls
+from tracer.models.cache import one_line
 from tracer.models.nested import get
 from tracer.models.plain import Adapter, BlockSite, PlainAdapter, State, evaluating, forward_logits
 from tracer.models.streams import (
@@ -190,7 +191,7 @@ def self_check(
     except Exception as error:
         raise ModelRefused(
             f"{anatomy.model_class} cannot be traced: its tail cannot be replayed on single positions "
-            f"({type(error).__name__}: {' '.join(str(error).split())[:100]})"
+            f"({type(error).__name__}: {one_line(error)})"
         ) from error
     check(
         "tail",
@@ -226,7 +227,7 @@ def self_check(
                     mine = anatomy.rows_first(positions_of(anatomy, part[0], rows, positions))
                     worst = max(worst, _relative(mine, last))
         except Exception as error:  # whatever a model does when its blocks are resumed, it cannot be resumed
-            worst, failure = math.inf, f" ({type(error).__name__}: {' '.join(str(error).split())[:80]})"
+            worst, failure = math.inf, f" ({type(error).__name__}: {one_line(error)})"
         check(f"resume {depth}", worst, limit, f"blocks {depth}.. need only the residual before them{failure}")
     failed = [check for check in checks if not check.passed]
     if failed:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tracer.errors import InputError
+from tracer.models.cache import one_line
 from tracer.models.tokens import TokenBatch
 
 
@@ -61,8 +62,8 @@ def booted_bridge(model: PreTrainedModel, name: str) -> nn.Module:
         with torch.no_grad():
             bridge = build_bridge_from_module(model, architecture, hf_config=model.config, model_name=name)
     except Exception as error:  # whatever fails inside, the bridge cannot be had
-        reason = " ".join(str(error).split())[:100]
         raise InputError(
-            f"TransformerLens cannot boot {architecture} ({type(error).__name__}: {reason}): pass backend='hooks'"
+            f"TransformerLens cannot boot {architecture} ({type(error).__name__}: {one_line(error)}): "
+            "pass backend='hooks'"
         ) from error
     return bridge.eval()
