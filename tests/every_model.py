@@ -203,6 +203,7 @@ _BLOCKS: dict[str, int] = {
     "gemma3n_text": 6,  # as many as it takes to have two that share keys and values with earlier ones
     "gemma4": 6,
     "gemma4_text": 6,
+    "hrm_text": 16,  # two stacks of two, which run six and two times
     "inkling2_loop_text": 8,  # two of six run twice
     "mllama": 3,  # the cross-attention layer is not called without an image
 }
@@ -271,3 +272,14 @@ def block_list(model: PreTrainedModel) -> nn.ModuleList:
         ):
             return module
     raise AssertionError(f"{type(model).__name__} has no list of blocks")
+
+
+def block_modules(model: PreTrainedModel) -> list[nn.Module]:
+    """The blocks of the language model, in several stacks where it has several that are built alike."""
+    first = block_list(model)
+    stacks = [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and name.endswith("_module.layers")
+    ]
+    return [block for stack in stacks or [first] for block in stack]

@@ -172,12 +172,19 @@ def test_one_block_alone_gives_the_same_noise_as_in_a_sweep(models):
     """The draw depends on (seed, block, sample, probe), not on what else is swept; the global state is not touched."""
     traced = models["llama"]
     state = torch.get_rng_state()
-    edits = Edits(torch.ones(1, 4, dtype=torch.bool), ("p0",), (4,), seed=5, calibration=_unit_calibration())
+    edits = Edits(
+        traced.adapter,
+        torch.ones(1, 4, dtype=torch.bool),
+        ("p0",),
+        (4,),
+        seed=5,
+        calibration=_unit_calibration(),
+    )
     before, after = torch.zeros(1, 4, 64), torch.ones(1, 4, 64)
-    noisy = edits.apply(Variant("noise", 2, 0), before, after)
-    edits.apply(Variant("noise", 1, 0), before, after)
-    assert torch.equal(noisy, edits.apply(Variant("noise", 2, 0), before, after))
-    assert not torch.equal(noisy, edits.apply(Variant("noise", 2, 1), before, after))
+    noisy = edits.apply(Variant("noise", 2, 0), None, before, after)
+    edits.apply(Variant("noise", 1, 0), None, before, after)
+    assert torch.equal(noisy, edits.apply(Variant("noise", 2, 0), None, before, after))
+    assert not torch.equal(noisy, edits.apply(Variant("noise", 2, 1), None, before, after))
     assert torch.equal(state, torch.get_rng_state())
     result = tracer.trace(traced, PROBES, ablations=["noise"], noise_samples=2, seed=1, progress=False)
     other = tracer.trace(traced, PROBES, ablations=["noise"], noise_samples=2, seed=2, progress=False)
@@ -187,7 +194,9 @@ def test_one_block_alone_gives_the_same_noise_as_in_a_sweep(models):
 
 
 def _unit_calibration() -> Calibration:
-    return Calibration(torch.zeros(4, 2, 64), torch.ones(4, 2, 64), (1, 1))
+    summands = [(block, None) for block in range(4)]
+    mean, std = ({s: torch.full((2, 64), value) for s in summands} for value in (0.0, 1.0))
+    return Calibration(mean, std, (1, 1))
 
 
 def test_donor_positions_never_cross_the_first_position():

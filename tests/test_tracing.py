@@ -12,7 +12,7 @@ from planted import planted
 from tiny import VOCAB, tiny, word_tokenizer
 
 import tracer
-from tracer import ablations, measures, tracing
+from tracer import ablations, logit_lens, measures, tracing
 from tracer.probes import Probe
 from tracer.results import FILES, PARTIAL
 
@@ -373,8 +373,8 @@ def test_no_more_than_one_chunk_of_logits_at_a_time(model, monkeypatch, rows):
         chunks.append(len(logits))
         return logits
 
-    unembed = measures.unembed
-    monkeypatch.setattr(measures, "unembed", counting)
+    unembed = logit_lens.unembed
+    monkeypatch.setattr(logit_lens, "unembed", counting)
     monkeypatch.setattr(tracing, "measure", partial(measures.measure, max_logits=rows * VOCAB))
     chunked = tracer.trace(model, PROBES, progress=False)
     assert max(chunks) <= rows

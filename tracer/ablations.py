@@ -4,16 +4,17 @@ The contribution of block b is `c_b = resid[b + 1] - resid[b]`. All arithmetic h
 `[batch, pos, ...]`; the engine moves other layouts there and back.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tracer.errors import InputError, one_of
-from tracer.models.plain import Adapter, BlockSite, State
+from tracer.models.plain import Adapter, Arguments, BlockSite, OutputEdit, State
+from tracer.models.sublayers import Sublayer, Sublayers
 from tracer.models.tokens import TokenBatch
 from tracer.statistics import rng
 
@@ -29,13 +30,36 @@ KINDS: Mapping[str, str] = {
 ALIASES = {"skip": "zero"}
 
 
+Part = Literal["block", "mixer", "mlp"]
+"""What is ablated: the whole contribution of a block, or that of one of its sub-layers."""
+
+Summand = tuple[int, int | None]
+"""A block and the number of one of its sub-layers, or None for the whole block."""
+
+
 @dataclass(frozen=True)
 class Variant:
-    """One ablation of one block; `sample` counts the noise draws."""
+    """One ablation of one block, or of a part of it; `sample` counts the noise draws."""
 
     kind: str
     block: int
     sample: int = 0
+    part: Part = "block"
+
+    @property
+    def depth(self) -> int:
+        """The depth at which its stream departs from the clean one."""
+        return self.block + 1
+
+    @property
+    def label(self) -> str:
+        """Kind and part, as results name it: `zero`, `zero_mixer`."""
+        return label_of(self.kind, self.part)
+
+
+def label_of(kind: str, part: str) -> str:
+    """The name of an ablation of a part in a result: that of the kind alone for whole blocks."""
+    return kind if part == "block" else f"{kind}_{part}"
 
 
 def ablation_kinds(names: str | Iterable[str]) -> tuple[str, ...]:
@@ -53,12 +77,56 @@ def ablation_kinds(names: str | Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(ALIASES.get(name, name) for name in known))
 
 
-def sweep(kinds: Iterable[str], blocks: Sequence[int], noise_samples: int) -> tuple[Variant, ...]:
-    """Every ablation of every block, kind by kind."""
+def part_names(names: str | Iterable[str]) -> tuple[Part, ...]:
+    """The parts that a user's names mean, once each; names in a list or separated by commas."""
+    if isinstance(names, str):
+        names = [name.strip() for name in names.split(",")]
+    found = tuple(dict.fromkeys(cast(Part, one_of("part", name, get_args(Part))) for name in names))
+    if not found:
+        raise InputError(f"no part to ablate: pass some of {', '.join(get_args(Part))}")
+    return found
+
+
+def sweep(
+    kinds: Iterable[str],
+    blocks: Sequence[int],
+    noise_samples: int,
+    parts: Sequence[Part] = ("block",),
+    sublayers: Sublayers | None = None,
+) -> tuple[Variant, ...]:
+    """Every ablation of every block, kind by kind and part by part; a part that a block does not have is left out.
+
+    Args:
+        kinds: the ablations.
+        blocks: which blocks.
+        noise_samples: draws of `noise`.
+        parts: what to ablate of each block.
+        sublayers: of the model, needed for parts other than `block`.
+
+    Raises:
+        InputError: zero_stream of a part, a part that no block has, or a block that is not the exact sum of its
+            sub-layers.
+    """
+    kinds = tuple(kinds)
+    if "zero_stream" in kinds and set(parts) != {"block"}:
+        raise InputError("ablation 'zero_stream' has no parts: it erases the whole stream; pass parts='block'")
+
+    def present(block: int, part: Part) -> bool:
+        if part == "block":
+            return True
+        assert sublayers is not None
+        return bool(sublayers.of(block, part))
+
+    for part in parts:
+        if not any(present(block, part) for block in blocks):
+            assert sublayers is not None
+            raise InputError(f"no block of {sublayers.model_class} has a part {part!r}: leave it out of parts")
     return tuple(
-        Variant(kind, block, sample)
+        Variant(kind, block, sample, part)
         for kind in kinds
+        for part in parts
         for block in blocks
+        if present(block, part)
         for sample in range(noise_samples if kind == "noise" else 1)
     )
 
@@ -76,57 +144,88 @@ def position_mask(positions: Positions, batch: TokenBatch, last: Sequence[int]) 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Mean and standard deviation of every block's contribution over a reference set.
+    """Mean and standard deviation of contributions over a reference set.
 
     The first position is kept apart: it is an attention sink whose contributions swamp a mean.
 
     Attributes:
-        mean, std: `[blocks, 2, ...]`, entry 0 for first positions and 1 for all others.
+        mean, std: per summand `[2, ...]`, entry 0 for first positions and 1 for all others.
         tokens: how many tokens of each kind they come from.
     """
 
-    mean: Tensor
-    std: Tensor
+    mean: Mapping[Summand, Tensor]
+    std: Mapping[Summand, Tensor]
     tokens: tuple[int, int]
 
 
 class CalibrationSums:
-    """Accumulates `Calibration` over batches, in float64."""
+    """Accumulates `Calibration` over batches, in float64.
 
-    def __init__(self) -> None:
-        self._sums: list[Tensor] = []
+    Args:
+        adapter: the opened model.
+        sublayers: keep those of the sub-layers as well.
+    """
+
+    def __init__(self, adapter: Adapter, sublayers: Sublayers | None = None) -> None:
+        self._adapter, self._sublayers = adapter, sublayers
+        self._sums: dict[Summand, Tensor] = {}
         self._tokens = torch.zeros(2, dtype=torch.float64)
 
-    def add(self, adapter: Adapter, batch: TokenBatch) -> None:
-        """Run one clean forward and add every block's contributions at real tokens."""
+    def add(self, batch: TokenBatch) -> None:
+        """Run one clean forward and add every contribution at real tokens."""
         first = torch.zeros_like(batch.mask)
         first[:, 0] = 1
         weights = torch.stack([first, batch.mask - first]).double()  # [2, batch, pos]
 
-        def visit(site: BlockSite) -> State:
-            before = site.resid.double()
-            out = site.run()
-            assert out[0] is not None
-            c = adapter.anatomy.rows_first(out[0].double() - before)
+        def collect(summand: Summand, contribution: Tensor) -> None:
+            c = contribution.double()
             w = weights.to(c.device)
             sums = torch.stack([torch.tensordot(w, power, 2) for power in (c, c.square())]).cpu()
-            if len(self._sums) <= site.index:
-                self._sums.append(torch.zeros_like(sums))
-            self._sums[site.index] += sums
-            return out
+            self._sums[summand] = self._sums[summand] + sums if summand in self._sums else sums
 
-        adapter.run(batch, visit, logits=False)
+        _run_contributions(self._adapter, batch, self._sublayers, collect)
         self._tokens += weights.sum((1, 2))
 
     def calibration(self) -> Calibration:
         """The mean and standard deviation over everything added."""
         n = self._tokens.clamp_min(1)
-        power, square = torch.stack(self._sums, 1)  # each [blocks, 2, ...]
-        shape = (1, 2) + (1,) * (power.dim() - 2)
-        mean = power / n.view(shape)
-        std = (square / n.view(shape) - mean.square()).clamp_min(0).sqrt()
+        mean, std = {}, {}
+        for summand, (power, square) in self._sums.items():  # each [2, ...]
+            shape = (2,) + (1,) * (power.dim() - 1)
+            average = power / n.view(shape)
+            mean[summand] = average.float()
+            std[summand] = (square / n.view(shape) - average.square()).clamp_min(0).sqrt().float()
         first, others = self._tokens.long().tolist()
-        return Calibration(mean.float(), std.float(), (first, others))
+        return Calibration(mean, std, (first, others))
+
+
+def _run_contributions(
+    adapter: Adapter,
+    batch: TokenBatch,
+    sublayers: Sublayers | None,
+    collect: Callable[[Summand, Tensor], None],
+) -> None:
+    """Run the model once and hand out what every block and sub-layer adds to the stream, `[batch, pos, ...]`."""
+
+    def visit(site: BlockSite) -> State:
+        before = site.resid.clone()
+        rows_first = adapter.anatomy.rows_first
+
+        def recorder(number: int, sublayer: Sublayer) -> OutputEdit:
+            def record(arguments: Arguments, output: Any) -> Any:
+                contribution = sublayer.contribution(arguments, output).reshape(before.shape)
+                collect((site.index, number), rows_first(contribution))
+                return output
+
+            return record
+
+        own = () if sublayers is None else sublayers.blocks[site.index]
+        out = site.run(edits={adapter.modules[s.module]: recorder(i, s) for i, s in enumerate(own)})
+        assert out[0] is not None
+        collect((site.index, None), rows_first(out[0] - before))
+        return out
+
+    adapter.run(batch, visit, logits=False)
 
 
 def donor_of(probe_id: str, members: Sequence[str], seed: int) -> str:
@@ -153,30 +252,28 @@ def donor_positions(length: int, donor_length: int, width: int) -> np.ndarray:
     return position
 
 
-def donated(adapter: Adapter, donors: TokenBatch, positions: np.ndarray) -> list[Tensor]:
-    """Contributions of the donors at every block, laid out at the recipients' positions.
+def donated(
+    adapter: Adapter, donors: TokenBatch, positions: np.ndarray, sublayers: Sublayers | None = None
+) -> dict[Summand, Tensor]:
+    """Contributions of the donors, laid out at the recipients' positions.
 
     Args:
         adapter: the opened model.
         donors: the donor of each row.
         positions: `[batch, pos]` from `donor_positions`.
+        sublayers: those of the sub-layers as well.
 
     Returns:
-        One `[batch, pos, ...]` tensor per block.
+        `[batch, pos, ...]` per summand.
     """
     rows = torch.arange(len(donors))[:, None]
     index = torch.as_tensor(positions).clamp_min(0)
-    contributions: list[Tensor] = []
+    contributions: dict[Summand, Tensor] = {}
 
-    def visit(site: BlockSite) -> State:
-        before = site.resid.clone()
-        out = site.run()
-        assert out[0] is not None
-        c = adapter.anatomy.rows_first(out[0] - before)
-        contributions.append(c[rows.to(c.device), index.to(c.device)])
-        return out
+    def collect(summand: Summand, c: Tensor) -> None:
+        contributions[summand] = c[rows.to(c.device), index.to(c.device)]
 
-    adapter.run(donors, visit, logits=False)
+    _run_contributions(adapter, donors, sublayers, collect)
     return contributions
 
 
@@ -185,56 +282,87 @@ class Edits:
     """Applies ablations to one batch; everything random is fixed by (seed, probe id), so batching changes nothing.
 
     Attributes:
+        adapter: the opened model.
         mask: `[batch, pos]` bool, where to ablate.
         probe_ids: id of each row.
         lengths: real tokens of each row.
         seed: of the noise.
         noise_scale: noise in units of the contribution's standard deviation.
         calibration: needed by `mean` and `noise`.
-        donations: needed by `resample`; one tensor per block.
+        donations: needed by `resample`.
         donor_mask: `[batch, pos]` bool, where a donor has a token to give.
         whole: whether the mask covers every real token.
+        sublayers: needed by ablations of parts.
     """
 
+    adapter: Adapter
     mask: Tensor
     probe_ids: tuple[str, ...]
     lengths: tuple[int, ...]
     seed: int = 0
     noise_scale: float = 1.0
     calibration: Calibration | None = None
-    donations: Sequence[Tensor] | None = None
+    donations: Mapping[Summand, Tensor] | None = None
     donor_mask: Tensor | None = None
     whole: bool = True
+    sublayers: Sublayers | None = None
 
-    def skips(self, variant: Variant) -> bool:
-        """Whether the whole block is skipped, so that it also hands on unchanged what else it was handed."""
-        return variant.kind == "zero" and self.whole
+    def at_depth(self, variant: Variant, site: BlockSite, before: State | None, state: State) -> State:
+        """The state after the block under an ablation; see `tracer.engine.StreamEdits`."""
+        assert before is not None
+        assert before[0] is not None
+        assert state[0] is not None
+        if variant.part != "block":
+            assert self.sublayers is not None
+            own = self.sublayers.blocks[variant.block]
+            chosen = {i: s for i, s in enumerate(own) if s.role == variant.part}
+            shape = before[0].shape
+            edits = {
+                self.adapter.modules[s.module]: self._sublayer_edit(variant, i, s, shape) for i, s in chosen.items()
+            }
+            return site.run(before, edits=edits)
+        anatomy = self.adapter.anatomy
+        new = self.apply(variant, None, anatomy.rows_first(before[0]), anatomy.rows_first(state[0]))
+        # A block that is skipped whole also hands on unchanged what else it was handed.
+        return (anatomy.as_model(new), *(before if variant.kind == "zero" and self.whole else state)[1:])
 
-    def apply(self, variant: Variant, before: Tensor, after: Tensor) -> Tensor:
-        """The stream after the block with its contribution replaced, `[batch, pos, ...]`.
+    def _sublayer_edit(self, variant: Variant, number: int, sublayer: Sublayer, shape: torch.Size) -> OutputEdit:
+        anatomy = self.adapter.anatomy
+
+        def edit(arguments: Arguments, output: Any) -> Any:
+            contribution = anatomy.rows_first(sublayer.contribution(arguments, output).reshape(shape))
+            new = self.apply(variant, number, torch.zeros_like(contribution), contribution)
+            return sublayer.with_contribution(arguments, output, anatomy.as_model(new))
+
+        return edit
+
+    def apply(self, variant: Variant, number: int | None, before: Tensor, after: Tensor) -> Tensor:
+        """The stream with a contribution replaced, `[batch, pos, ...]`.
 
         Args:
             variant: what to do.
-            before: stream before the block.
-            after: stream after it.
+            number: which sub-layer of the block the contribution belongs to, or None for the whole block.
+            before: stream without the contribution.
+            after: stream with it.
         """
         mask, before = self.mask, before.to(after.device)
-        if variant.kind == "zero":
-            new = before
-        elif variant.kind == "zero_stream":
-            new = torch.zeros_like(after)
+        summand = (variant.block, number)
+        if variant.kind in ("zero", "zero_stream"):
+            new = before if variant.kind == "zero" else torch.zeros_like(after)
+            if self.whole:
+                return new
         elif variant.kind == "resample":
             assert self.donations is not None
             assert self.donor_mask is not None
-            new = before + self.donations[variant.block].to(before)
+            new = before + self.donations[summand].to(before)
             mask = mask & self.donor_mask
         elif variant.kind == "mean":
             assert self.calibration is not None
-            new = before + self._by_position(self.calibration.mean[variant.block], before)
+            new = before + self._by_position(self.calibration.mean[summand], before)
         else:
             assert self.calibration is not None
-            std = self._by_position(self.calibration.std[variant.block], after)
-            new = after + self.noise_scale * std * self._noise(variant, after)
+            std = self._by_position(self.calibration.std[summand], after)
+            new = after + self.noise_scale * std * self._noise(variant, number, after)
         return torch.where(mask.to(after.device).view(*mask.shape, *(1,) * (after.dim() - 2)), new, after)
 
     @staticmethod
@@ -244,10 +372,11 @@ class Edits:
         index[0] = 0
         return table[index].to(like)
 
-    def _noise(self, variant: Variant, like: Tensor) -> Tensor:
+    def _noise(self, variant: Variant, number: int | None, like: Tensor) -> Tensor:
         noise = torch.zeros(like.shape)
+        part = () if number is None else (number,)
         for row, (probe_id, length) in enumerate(zip(self.probe_ids, self.lengths, strict=True)):
-            generator = rng(self.seed, "noise", variant.block, variant.sample, probe_id)
+            generator = rng(self.seed, "noise", variant.block, *part, variant.sample, probe_id)
             draw = generator.standard_normal((length, *like.shape[2:]), dtype=np.float32)
             noise[row, :length] = torch.from_numpy(draw)
         return noise.to(like)

@@ -10,6 +10,7 @@ from tracer.ablations import Calibration, Edits, Positions, donated, donor_of, d
 from tracer.engine import Reads
 from tracer.measures import Targets
 from tracer.models.plain import Adapter
+from tracer.models.sublayers import Sublayers
 from tracer.models.tokens import TokenBatch
 from tracer.probes import TokenizedProbe
 
@@ -113,6 +114,7 @@ def edits_for(
     *,
     donors: Mapping[str, TokenizedProbe],
     calibration: Calibration | None,
+    sublayers: Sublayers | None,
     seed: int,
     noise_scale: float,
 ) -> Edits:
@@ -125,6 +127,7 @@ def edits_for(
         positions: where they act.
         donors: probe id to its donor, from `choose_donors`.
         calibration: needed by `mean` and `noise`.
+        sublayers: needed by ablations of parts.
         seed: of the noise.
         noise_scale: in units of the contribution's standard deviation.
     """
@@ -140,8 +143,9 @@ def edits_for(
             ]
         )
         donor_mask = torch.as_tensor(places >= 0)
-        donations = donated(adapter, TokenBatch.from_rows(givers), places)
+        donations = donated(adapter, TokenBatch.from_rows(givers), places, sublayers)
     return Edits(
+        adapter=adapter,
         mask=position_mask(positions, batch.tokens, batch.last),
         probe_ids=tuple(item.probe.id for item in batch.items),
         lengths=batch.tokens.lengths,
@@ -151,6 +155,7 @@ def edits_for(
         donations=donations,
         donor_mask=donor_mask,
         whole=positions == "all",
+        sublayers=sublayers,
     )
 
 
@@ -188,6 +193,6 @@ def _batch(items: Sequence[TokenizedProbe], index: Sequence[int], table: TargetT
         items=chosen,
         tokens=tokens,
         reads=Reads(rows, positions),
-        targets=Targets(rows, wanted, tokens.ids[rows, positions], padded),
+        targets=Targets(rows, wanted, padded),
         last=last,
     )

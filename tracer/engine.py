@@ -1,23 +1,54 @@
-"""All ablations of a sweep in one pass over the blocks, and the plain way as its oracle.
+"""All variants of a sweep in one pass over the blocks, and the plain way as its oracle.
 
-At block b the batch holds the clean stream and every variant that was ablated earlier; the block runs once on all of
-them; then the variants that ablate b are added. For L blocks that is L + L(L - 1)/2 block-runs per probe instead of
-L(L + 1) for a loop over whole forwards, and every weight is read once where the rows fit in one call.
+A variant is the model's run with one edit of the residual stream: a block ablated, or a position patched. At block b
+the batch holds the clean stream and every variant that departed from it earlier; the block runs once on all of them;
+then the variants that depart there are added. For L blocks and one ablation each that is L + L(L - 1)/2 block-runs per
+probe instead of L(L + 1) for a loop over whole forwards, and every weight is read once where the rows fit in one call.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
-from tracer.ablations import Edits, Variant
-from tracer.models.plain import Adapter, BlockSite, State
+from tracer.models.anatomy import Anatomy
+from tracer.models.plain import Adapter, BlockSite, State, Visitor
 from tracer.models.selfcheck import Engine
 from tracer.models.streams import concatenated, copied, positions_of, rows_of, state_batch_dims
 from tracer.models.tokens import TokenBatch
 
 DEFAULT_BATCH_TOKENS = 2048
 """Most tokens in one call of a block; never changes a result."""
+
+
+@runtime_checkable
+class StreamVariant(Protocol):
+    """One edit of the stream."""
+
+    @property
+    def depth(self) -> int:
+        """The first depth, 0..L, at which the stream differs from the clean one."""
+        ...
+
+
+V = TypeVar("V", bound=StreamVariant, contravariant=True)
+
+
+@runtime_checkable
+class StreamEdits(Protocol[V]):
+    """How variants act on one batch."""
+
+    def at_depth(self, variant: V, site: BlockSite, before: State | None, state: State) -> State:
+        """The state at the variant's depth.
+
+        Args:
+            variant: the edit.
+            site: the block before that depth; block 0 for depth 0.
+            before: the state that this block received; None for depth 0.
+            state: the clean state at the depth.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -36,12 +67,12 @@ class ReadStreams:
     """Residual streams at the read positions, as sequences of one token in the model's own layout.
 
     Attributes:
-        clean: `resid[d]` for d = 0..L.
-        ablated: `resid[L]` of each variant, in the order in which the variants were given.
+        clean: `resid[d]` for d = 0..L; None where the positions of the stream are not tokens.
+        ablated: `resid[L]` of each variant, in the order in which the variants were given; None likewise.
     """
 
-    clean: tuple[Tensor, ...]
-    ablated: tuple[Tensor, ...]
+    clean: tuple[Tensor, ...] | None
+    ablated: tuple[Tensor, ...] | None
 
 
 @dataclass
@@ -56,42 +87,59 @@ def run(
     adapter: Adapter,
     batch: TokenBatch,
     reads: Reads,
-    variants: Sequence[Variant],
-    edits: Edits,
+    variants: Sequence[V],
+    edits: StreamEdits[V],
     *,
     engine: Engine,
     batch_tokens: int = DEFAULT_BATCH_TOKENS,
     on_tokens: Callable[[int], object] = lambda tokens: None,
 ) -> ReadStreams:
-    """Clean streams at every depth and the final stream of every ablation, at the read positions.
+    """Clean streams at every depth and the final stream of every variant, at the read positions.
 
     Args:
         adapter: the opened model.
         batch: the probes' tokens.
         reads: where to read.
-        variants: the ablations.
-        edits: how an ablation acts on this batch.
-        engine: `onepass`, or `full` (one forward per ablation, for models that cannot be resumed).
+        variants: what is done to the stream.
+        edits: how it is done on this batch.
+        engine: `onepass`, or `full` (one forward per variant, for models that cannot be resumed).
         batch_tokens: most tokens in one call of a block (at least one copy of the batch).
         on_tokens: called with the number of tokens whenever a block has run on some; see `block_tokens`.
     """
+    if adapter.anatomy.position_dim is None:
+        on_tokens(block_tokens(adapter.anatomy.n_blocks, variants, batch.ids.numel(), "full"))
+        return ReadStreams(None, None)  # nothing to read; its lens runs the forwards
     if engine == "full":
         return _full(adapter, batch, reads, variants, edits, on_tokens)
     return _onepass(adapter, batch, reads, variants, edits, batch_tokens, on_tokens)
 
 
-def block_tokens(n_blocks: int, variants: Sequence[Variant], tokens: int, engine: Engine) -> int:
+def block_tokens(n_blocks: int, variants: Sequence[StreamVariant], tokens: int, engine: Engine) -> int:
     """How many tokens pass through blocks in `run`, counted once per block: the work of a batch."""
-    runs = n_blocks + sum(n_blocks if engine == "full" else n_blocks - 1 - v.block for v in variants)
+    runs = n_blocks + sum(n_blocks if engine == "full" else n_blocks - v.depth for v in variants)
     return runs * tokens
+
+
+def departing(variant: V, edits: StreamEdits[V]) -> Visitor:
+    """A visitor that runs the model with one variant's edit."""
+
+    def visit(site: BlockSite) -> State:
+        if variant.depth == 0 and site.index == 0:
+            return site.run(edits.at_depth(variant, site, None, copied(site.state)))
+        if site.index + 1 != variant.depth:
+            return site.run()
+        before = copied(site.state)
+        return edits.at_depth(variant, site, before, site.run())
+
+    return visit
 
 
 def _onepass(
     adapter: Adapter,
     batch: TokenBatch,
     reads: Reads,
-    variants: Sequence[Variant],
-    edits: Edits,
+    variants: Sequence[V],
+    edits: StreamEdits[V],
     batch_tokens: int,
     on_tokens: Callable[[int], object],
 ) -> ReadStreams:
@@ -101,29 +149,32 @@ def _onepass(
     clean: list[Tensor] = []
     chunks: list[_Chunk] = []
 
+    def depart(site: BlockSite, depth: int, before: State | None, state: State) -> None:
+        for index, variant in enumerate(variants):
+            if variant.depth == depth:
+                _add(chunks, index, edits.at_depth(variant, site, before, state), dims, most_copies)
+
     def visit(site: BlockSite) -> State:
-        clean.append(positions_of(anatomy, site.resid, reads.rows, reads.positions))
+        clean.append(_read(anatomy, site.state, reads))
         before = copied(site.state)
         after = site.run()
         on_tokens(batch.ids.numel())
+        if site.index == 0:
+            depart(site, 0, None, before)
         for chunk in chunks:
             chunk.state = site.run(chunk.state, len(chunk.variants))
             on_tokens(len(chunk.variants) * batch.ids.numel())
-        for index, variant in enumerate(variants):
-            if variant.block == site.index:
-                _add(chunks, index, _ablated(adapter, edits, variant, before, after), dims, most_copies)
+        depart(site, site.index + 1, before, after)
         if site.index == anatomy.n_blocks - 1:
-            assert after[0] is not None
-            clean.append(positions_of(anatomy, after[0], reads.rows, reads.positions))
+            clean.append(_read(anatomy, after, reads))
         return after
 
     adapter.run(batch, visit, logits=False)
     ablated: dict[int, Tensor] = {}
     for chunk in chunks:
         for copy, index in enumerate(chunk.variants):
-            stream = rows_of(chunk.state, dims, copy * len(batch), (copy + 1) * len(batch))[0]
-            assert stream is not None
-            ablated[index] = positions_of(anatomy, stream, reads.rows, reads.positions)
+            state = rows_of(chunk.state, dims, copy * len(batch), (copy + 1) * len(batch))
+            ablated[index] = _read(anatomy, state, reads)
     return ReadStreams(tuple(clean), tuple(ablated[index] for index in range(len(variants))))
 
 
@@ -138,43 +189,35 @@ def _add(chunks: list[_Chunk], index: int, state: State, dims: Sequence[int | No
         chunks.append(_Chunk(state, [index]))
 
 
-def _ablated(adapter: Adapter, edits: Edits, variant: Variant, before: State, after: State) -> State:
-    """State after a block under an ablation."""
-    rows_first, as_model = adapter.anatomy.rows_first, adapter.anatomy.as_model
-    assert before[0] is not None
-    assert after[0] is not None
-    edited = edits.apply(variant, rows_first(before[0]), rows_first(after[0]))
-    return (as_model(edited), *(before if edits.skips(variant) else after)[1:])
-
-
 def _full(
     adapter: Adapter,
     batch: TokenBatch,
     reads: Reads,
-    variants: Sequence[Variant],
-    edits: Edits,
+    variants: Sequence[V],
+    edits: StreamEdits[V],
     on_tokens: Callable[[int], object],
 ) -> ReadStreams:
     anatomy = adapter.anatomy
-    last = anatomy.n_blocks - 1
 
-    def forward(variant: Variant | None) -> list[Tensor]:
+    def forward(inner: Visitor, depths: bool) -> list[Tensor]:
         seen: list[Tensor] = []
 
         def visit(site: BlockSite) -> State:
-            if variant is None:
-                seen.append(positions_of(anatomy, site.resid, reads.rows, reads.positions))
-            before = copied(site.state)
-            out = site.run()
+            if depths:
+                seen.append(_read(anatomy, site.state, reads))
+            out = inner(site)
             on_tokens(batch.ids.numel())
-            if variant is not None and variant.block == site.index:
-                out = _ablated(adapter, edits, variant, before, out)
-            if site.index == last:
-                assert out[0] is not None
-                seen.append(positions_of(anatomy, out[0], reads.rows, reads.positions))
+            if site.index == anatomy.n_blocks - 1:
+                seen.append(_read(anatomy, out, reads))
             return out
 
         adapter.run(batch, visit, logits=False)
         return seen
 
-    return ReadStreams(tuple(forward(None)), tuple(forward(variant)[0] for variant in variants))
+    clean = forward(lambda site: site.run(), True)
+    return ReadStreams(tuple(clean), tuple(forward(departing(v, edits), False)[0] for v in variants))
+
+
+def _read(anatomy: Anatomy, state: State, reads: Reads) -> Tensor:
+    assert state[0] is not None
+    return positions_of(anatomy, state[0], reads.rows, reads.positions)

@@ -38,6 +38,8 @@ class Fragility:
         fragile_without_first: the same without block 0, whose value can be an artefact of a small embedding scale.
         flat: whether the profile is flat, so that its largest block is meaningless.
         method: how the intervals were made.
+        by_mixer: one row per kind of mixer: `mixer`, `blocks` (how many), and the mean JSD over them with its interval
+            over probes (`jsd`, `jsd_low`, `jsd_high`). The blocks lie at different depths, which may matter as much.
     """
 
     kind: str
@@ -49,6 +51,7 @@ class Fragility:
     fragile_without_first: tuple[int, ...]
     flat: bool
     method: str
+    by_mixer: pd.DataFrame
 
 
 def fragility(
@@ -59,6 +62,7 @@ def fragility(
     answered: Bool[np.ndarray, "probes"],
     ceiling: Float[np.ndarray, "probes"],
     groups: Sequence[str],
+    mixers: Sequence[str],
     *,
     seed: int,
 ) -> Fragility:
@@ -66,38 +70,43 @@ def fragility(
 
     Args:
         kind: name of the ablation, for labels and seeds.
-        jsd: nats, averaged over noise draws where there are several.
+        jsd: nats, averaged over noise draws where there are several; missing in a block that lacks the ablated part.
         log_p_change: log p(target) under the ablation minus without, nats.
         still_answered: share of draws in which the target is top-1 under the ablation.
         answered: whether it is without.
         ceiling: JSD(clean output, uniform) of each probe.
         groups: group of each probe; with several, intervals resample groups, then probes.
+        mixers: kind of the mixer of each block.
         seed: of the bootstrap.
     """
     n_blocks = len(jsd)
-    values = np.ascontiguousarray(jsd.T)
+    present = np.flatnonzero(~np.isnan(jsd).all(axis=1))
+    values = np.ascontiguousarray(jsd[present].T)
     profile = bootstrap_profile(values, groups, seed=seed, label=("jsd", kind))
     assert profile.mean is not None
-    fragile = largest_set(values, groups, seed=seed, label=("fragile", kind))
+    fragile = present[list(largest_set(values, groups, seed=seed, label=("fragile", kind)))]
     without = fragile
-    if n_blocks > 1:
-        without = largest_set(values, groups, exclude=(0,), seed=seed, label=("fragile", kind, "without first"))
+    if len(present) > 1 and present[0] == 0:
+        without = present[
+            list(largest_set(values, groups, exclude=(0,), seed=seed, label=("fragile", kind, "without first")))
+        ]
 
     def columns(name: str, values: np.ndarray, chosen: np.ndarray) -> dict[str, np.ndarray]:
         of = [group for group, is_chosen in zip(groups, chosen, strict=True) if is_chosen]
-        found = bootstrap_profile(np.ascontiguousarray(values[:, chosen].T), of, seed=seed, label=(name, kind))
+        found = bootstrap_profile(np.ascontiguousarray(values[present][:, chosen].T), of, seed=seed, label=(name, kind))
         ends = {name: found.mean, f"{name}_low": found.low, f"{name}_high": found.high}
-        return {key: np.full(n_blocks, np.nan) if end is None else end for key, end in ends.items()}
+        return {key: _placed(end, present, n_blocks) for key, end in ends.items()}
 
     everyone = np.ones(len(values), dtype=bool)
+    jsd_columns = columns("jsd", jsd, everyone)
     table = pd.DataFrame(
         {
-            **columns("jsd", jsd, everyone),
-            "jsd_share": profile.mean / MAX_JSD,
+            **jsd_columns,
+            "jsd_share": jsd_columns["jsd"] / MAX_JSD,
             **columns("jsd_answered", jsd, answered),
             **columns("log_p_change", log_p_change, everyone),
             **columns("kept", still_answered, answered),
-            "at_ceiling": profile.mean >= CEILING_SHARE * ceiling.mean(),
+            "at_ceiling": jsd_columns["jsd"] >= CEILING_SHARE * ceiling.mean(),
             "fragile": np.isin(np.arange(n_blocks), fragile),
             "fragile_without_first": np.isin(np.arange(n_blocks), without),
         }
@@ -108,8 +117,33 @@ def fragility(
         n=len(values),
         n_answered=int(answered.sum()),
         ceiling=float(ceiling.mean()),
-        fragile=fragile,
-        fragile_without_first=without,
-        flat=n_blocks > 1 and bool(np.ptp(profile.mean) < FLAT_RANGE),
+        fragile=tuple(fragile.tolist()),
+        fragile_without_first=tuple(without.tolist()),
+        flat=len(present) > 1 and bool(np.ptp(profile.mean) < FLAT_RANGE),
         method=profile.method,
+        by_mixer=_by_mixer(values, np.array(mixers)[present], groups, seed=seed, label=kind),
+    )
+
+
+def _placed(values: np.ndarray | None, present: np.ndarray, n_blocks: int) -> np.ndarray:
+    """`[blocks]` with the values of the present blocks in their places."""
+    placed = np.full(n_blocks, np.nan)
+    if values is not None:
+        placed[present] = values
+    return placed
+
+
+def _by_mixer(values: np.ndarray, mixers: np.ndarray, groups: Sequence[str], *, seed: int, label: str) -> pd.DataFrame:
+    kinds = list(dict.fromkeys(mixers.tolist()))
+    means = np.stack([values[:, mixers == kind].mean(axis=1) for kind in kinds], axis=1)
+    found = bootstrap_profile(means, groups, seed=seed, label=("by mixer", label))
+    nothing = np.full(len(kinds), np.nan)
+    return pd.DataFrame(
+        {
+            "mixer": kinds,
+            "blocks": [int((mixers == kind).sum()) for kind in kinds],
+            "jsd": nothing if found.mean is None else found.mean,
+            "jsd_low": nothing if found.low is None else found.low,
+            "jsd_high": nothing if found.high is None else found.high,
+        }
     )

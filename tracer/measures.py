@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tracer.divergence import angular_distance, entropy, js_divergence, kl_divergence, log_probs
 from tracer.engine import ReadStreams
-from tracer.models.plain import Adapter
-from tracer.models.streams import unembed
+from tracer.logit_lens import Lens
+from tracer.models.anatomy import Anatomy
 
 MAX_LOGITS = 1 << 24
 """Most entries of one chunk of `[rows, vocab]` (float64: 128 MiB)."""
@@ -29,13 +29,11 @@ class Targets:
     Attributes:
         probe: `[reads]` the row of the batch that each read belongs to; reads of one probe lie together.
         tokens: `[reads]` the token that each read should predict; several per probe for joint targets.
-        inputs: `[reads]` the input token at each read position.
         rivals: `[probes, rivals]` tokens whose probability is kept at every depth, padded by repetition.
     """
 
     probe: Tensor
     tokens: Tensor
-    inputs: Tensor
     rivals: Tensor
 
     @property
@@ -95,41 +93,57 @@ class Measures:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
-def measure(adapter: Adapter, streams: ReadStreams, targets: Targets, max_logits: int = MAX_LOGITS) -> Measures:
+def measure(
+    anatomy: Anatomy, lens: Lens, streams: ReadStreams, targets: Targets, variants: int, max_logits: int = MAX_LOGITS
+) -> Measures:
     """Unembed every depth and every ablation and reduce to numbers per probe.
 
     Args:
-        adapter: the opened model.
+        anatomy: of the opened model.
+        lens: from streams to logits.
         streams: what the engine returned.
         targets: what to read.
+        variants: how many ablations there are.
         max_logits: most entries of one chunk of `[rows, vocab]`.
     """
-    reducer = _Reducer(targets, len(streams.clean), len(streams.ablated))
-    items = (*streams.clean, *streams.ablated)
-    for reads in _chunks(targets, max_logits // adapter.anatomy.vocab):
-        final = log_probs(_unembed(adapter, streams.clean[-1:], targets, reads)[0])
+    depths = anatomy.n_blocks + 1
+    reducer = _Reducer(targets, depths, variants)
+    items = range(depths + variants)
+    for reads in _chunks(targets, max_logits // anatomy.vocab):
+        final = log_probs(lens.logits([depths - 1], reads)[0])
         reducer.add_final(final, reads)
-        per_call = max(1, max_logits // (len(reads) * adapter.anatomy.vocab))
+        per_call = max(1, max_logits // (len(reads) * anatomy.vocab))
         for start in range(0, len(items), per_call):
-            logits = _unembed(adapter, items[start : start + per_call], targets, reads)
-            for item, rows in enumerate(logits, start):
+            for item, rows in zip(
+                items[start : start + per_call], lens.logits(items[start : start + per_call], reads), strict=True
+            ):
                 reducer.add(item, log_probs(rows), final, reads)
+    return reducer.measures(_geometry(anatomy, streams, targets, variants))
+
+
+def _geometry(anatomy: Anatomy, streams: ReadStreams, targets: Targets, variants: int) -> dict[str, np.ndarray]:
+    """Norms and angles of the streams; missing where the positions of the stream are not tokens."""
     first = targets.first_reads.tolist()
+    if streams.clean is None or streams.ablated is None:
+        shapes = {"norm": anatomy.n_blocks + 1, "angle": anatomy.n_blocks + 1}
+        shapes |= {"ablated_norm": variants, "ablated_angle": variants}
+        return {name: np.full((rows, len(first)), np.nan) for name, rows in shapes.items()}
     clean, ablated = (
-        [rows_of_stream(adapter, stream)[first] for stream in part] for part in (streams.clean, streams.ablated)
+        [rows_of_stream(anatomy, stream)[first] for stream in part] for part in (streams.clean, streams.ablated)
     )
     nothing = torch.zeros(1, len(first), dtype=torch.float64)
-    return reducer.measures(
-        norm=torch.stack([stream.norm(dim=-1) for stream in clean]),
-        angle=torch.cat([nothing, *(angular_distance(a, b)[None] for a, b in pairwise(clean))]),
-        ablated_angle=torch.cat([nothing[:0], *(angular_distance(clean[-1], x)[None] for x in ablated)]),
-        ablated_norm=torch.cat([nothing[:0], *(x.norm(dim=-1)[None] for x in ablated)]),
-    )
+    found = {
+        "norm": torch.stack([stream.norm(dim=-1) for stream in clean]),
+        "angle": torch.cat([nothing, *(angular_distance(a, b)[None] for a, b in pairwise(clean))]),
+        "ablated_angle": torch.cat([nothing[:0], *(angular_distance(clean[-1], x)[None] for x in ablated)]),
+        "ablated_norm": torch.cat([nothing[:0], *(x.norm(dim=-1)[None] for x in ablated)]),
+    }
+    return {name: values.numpy() for name, values in found.items()}
 
 
-def rows_of_stream(adapter: Adapter, stream: Tensor) -> Tensor:
+def rows_of_stream(anatomy: Anatomy, stream: Tensor) -> Tensor:
     """`[reads, d]` float64 on the CPU from a single-position stream of any layout."""
-    return adapter.anatomy.rows_first(stream).flatten(1).cpu().double()
+    return anatomy.rows_first(stream).flatten(1).cpu().double()
 
 
 class _Reducer:
@@ -179,7 +193,7 @@ class _Reducer:
         else:
             self.jsd[item - self.depths, probes] = js_divergence(log_p[at], final[at]).cpu().numpy()
 
-    def measures(self, *, norm: Tensor, angle: Tensor, ablated_angle: Tensor, ablated_norm: Tensor) -> Measures:
+    def measures(self, geometry: dict[str, np.ndarray]) -> Measures:
         """Everything collected, with what was measured on the streams themselves."""
         return Measures(
             log_p=self.log_p[: self.depths],
@@ -187,8 +201,6 @@ class _Reducer:
             rank=self.rank[: self.depths],
             entropy=self.entropy[: self.depths],
             kl_to_final=self.kl_to_final[: self.depths],
-            norm=norm.numpy(),
-            angle=angle.numpy(),
             answer=self.answer,
             answered=self.answered[self.depths - 1],
             ceiling=self.ceiling,
@@ -198,8 +210,7 @@ class _Reducer:
             ablated_answered=self.answered[self.depths :],
             ablated_entropy=self.entropy[self.depths :],
             ablated_kl=self.kl_to_final[self.depths :],
-            ablated_angle=ablated_angle.numpy(),
-            ablated_norm=ablated_norm.numpy(),
+            **geometry,
         )
 
     def _first(self, reads: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -222,13 +233,3 @@ def _chunks(targets: Targets, most_rows: int) -> Iterator[list[int]]:
         chunk += own
     if chunk:
         yield chunk
-
-
-def _unembed(adapter: Adapter, items: Sequence[Tensor], targets: Targets, reads: Sequence[int]) -> Tensor:
-    """`[items, reads, vocab]` logits."""
-    dim = adapter.anatomy.batch_dim
-    index = torch.as_tensor(reads)
-    device = items[-1].device  # a model spread over devices leaves its streams where its blocks are
-    stacked = torch.cat([item.index_select(dim, index.to(item.device)).to(device) for item in items], dim)
-    logits = unembed(adapter, stacked, targets.inputs[index].repeat(len(items)))
-    return logits.view(len(items), len(reads), -1)

@@ -23,7 +23,7 @@ from safetensors.numpy import load_file, save
 from tracer.errors import InputError, one_of
 from tracer.fragility import Fragility, fragility
 
-SCHEMA = 1
+SCHEMA = 2
 FILES = ("arrays.safetensors", "blocks.csv", "probes.jsonl", "run.json")
 """The files of a result; `run.json` is moved in last, so that a folder that has it is complete."""
 
@@ -65,8 +65,8 @@ class TraceResult:
 
     @property
     def ablations(self) -> tuple[str, ...]:
-        """The kinds of ablation that were run."""
-        return tuple(self.run["arguments"]["ablations"])
+        """The ablations that were run: the kind alone for whole blocks, `zero_mixer` and the like for parts."""
+        return tuple(entry["ablation"] for entry in self.run["fragility"])
 
     def fragility(self, kind: str, group: str | None = None) -> Fragility:
         """Fragility of every block under one ablation, for all probes or one group.
@@ -76,6 +76,7 @@ class TraceResult:
             group: only the probes of this group.
         """
         kind = one_of("ablation of this result", kind, self.ablations)
+        mixers = self.blocks["mixer"].tolist()
         groups = self.probes["group"].to_numpy()
         chosen = np.ones(len(groups), dtype=bool)
         if group is not None:
@@ -89,6 +90,7 @@ class TraceResult:
             self.probes["answered"].to_numpy(dtype=bool)[chosen],
             arrays["ceiling"][chosen],
             list(groups[chosen]),
+            mixers,
             seed=self.run["arguments"]["seed"],
         )
 

@@ -2,6 +2,7 @@
 
 import textwrap
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -65,7 +66,8 @@ def _groups(result: TraceResult) -> str:
 
 def _fragile(result: TraceResult, kind: str) -> str:
     entry = next(e for e in result.run["fragility"] if e["ablation"] == kind)
-    blocks = result.blocks.sort_values(f"jsd_{kind}", ascending=False).head(MOST_FRAGILE)
+    present = result.blocks.dropna(subset=[f"jsd_{kind}"])
+    blocks = present.sort_values(f"jsd_{kind}", ascending=False).head(MOST_FRAGILE)
     rows = [
         (
             str(row["block"]),
@@ -79,13 +81,24 @@ def _fragile(result: TraceResult, kind: str) -> str:
         for row in blocks.to_dict("records")
     ]
     title = (
-        f"Fragility under {kind}: the {len(rows)} largest of {len(result.blocks)} blocks, JSD in nats, "
+        f"Fragility under {kind}: the {len(rows)} largest of {len(present)} blocks, JSD in nats, "
         f"n = {entry['n']} (ceiling {entry['ceiling']:.3f})"
     )
     sets = f"Not told apart from the largest: {_blocks(entry['fragile'])}"
     sets += f"; without block 0: {_blocks(entry['fragile_without_first'])}"
     header = ("block", "mixer", "JSD", "/ ln 2", "answered", "log p", "kept")
-    return f"{title}\n{_table(header, rows, left=(1, 2))}\n{textwrap.fill(sets, WIDTH, subsequent_indent='  ')}"
+    lines = [title, _table(header, rows, left=(1, 2)), textwrap.fill(sets, WIDTH, subsequent_indent="  ")]
+    if len(entry["by_mixer"]) > 1:
+        lines.append(textwrap.fill(f"Mean by mixer: {_by_mixer(entry['by_mixer'])}", WIDTH, subsequent_indent="  "))
+    return "\n".join(lines)
+
+
+def _by_mixer(rows: Sequence[dict[str, Any]]) -> str:
+    return "; ".join(
+        f"{row['mixer']} ({row['blocks']} block{'s' if row['blocks'] > 1 else ''}) {row['jsd']:.3f} "
+        f"{_range(row['jsd_low'], row['jsd_high'], '.3f')}".rstrip()
+        for row in rows
+    )
 
 
 def _about_probes(result: TraceResult) -> list[str]:

@@ -1,11 +1,12 @@
 """From the numbers per probe of a whole trace to its tables and statistics."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from tracer.ablations import Variant
 from tracer.batches import TargetTable
 from tracer.divergence import MAX_JSD
 from tracer.evolution import DEPTH_MEASURES, evolution_table, stability_table
@@ -13,7 +14,7 @@ from tracer.fragility import Fragility, fragility
 from tracer.measures import Measures
 from tracer.models.anatomy import Anatomy
 from tracer.particle import NO_BLOCK, GroupParticle, ParticleRule, group_null, group_particle, task_particles
-from tracer.probes import TokenizedProbe
+from tracer.probes import TokenizedProbe, Tokenizer
 from tracer.results import typed_probes
 from tracer.statistics import MIN_SEEDS, t_interval
 
@@ -21,34 +22,33 @@ LATE_SHARE = 0.9
 """Particles beyond this share of the depth may say more about the lens than about the model."""
 
 
-def by_kind(measures: Measures, kinds: Sequence[str], n_blocks: int, noise_samples: int) -> dict[str, np.ndarray]:
+def by_kind(measures: Measures, variants: Sequence[Variant], n_blocks: int) -> dict[str, np.ndarray]:
     """Arrays of a result from the measures of all probes: one `[blocks, probes]` array a measure and ablation.
 
     Noise draws are averaged per probe (the divergences, not the distributions); `jsd_noise_by_sample` keeps the
-    mean of every draw as `[samples, blocks]`.
+    mean of every draw as `[samples, blocks]`. A part that a block does not have is missing.
     """
     arrays: dict[str, np.ndarray] = {name: getattr(measures, name) for name in ("log_p", "ceiling", *DEPTH_MEASURES)}
-    start = 0
-    for kind in kinds:
-        samples = noise_samples if kind == "noise" else 1
-        rows = slice(start, start + n_blocks * samples)
-        start = rows.stop
-
-        averaged = {
-            "jsd": measures.jsd,
-            "log_p": measures.ablated_log_p,
-            "log2_rank": np.log2(measures.ablated_rank),
-            "answered": measures.ablated_answered.astype(float),
-            "entropy": measures.ablated_entropy,
-            "kl": measures.ablated_kl,
-            "angle": measures.ablated_angle,
-            "norm": measures.ablated_norm,
-        }
+    averaged = {
+        "jsd": measures.jsd,
+        "log_p": measures.ablated_log_p,
+        "log2_rank": np.log2(measures.ablated_rank),
+        "answered": measures.ablated_answered.astype(float),
+        "entropy": measures.ablated_entropy,
+        "kl": measures.ablated_kl,
+        "angle": measures.ablated_angle,
+        "norm": measures.ablated_norm,
+    }
+    for label in dict.fromkeys(variant.label for variant in variants):
+        rows = [row for row, variant in enumerate(variants) if variant.label == label]
+        blocks = [variants[row].block for row in rows]
+        samples = 1 + max(variants[row].sample for row in rows)
         for name, values in averaged.items():
-            arrays[f"{name}_{kind}"] = values[rows].reshape(n_blocks, samples, -1).mean(axis=1)
-        if kind == "noise":
-            by_sample = measures.jsd[rows].reshape(n_blocks, samples, -1).mean(axis=2)
-            arrays["jsd_noise_by_sample"] = np.ascontiguousarray(by_sample.T)
+            filled = np.full((n_blocks, samples, values.shape[1]), np.nan)
+            filled[blocks, [variants[row].sample for row in rows]] = values[rows]
+            arrays[f"{name}_{label}"] = filled.mean(axis=1)
+            if name == "jsd" and variants[rows[0]].kind == "noise":
+                arrays[f"jsd_{label}_by_sample"] = np.ascontiguousarray(filled.mean(axis=2).T)
     return arrays
 
 
@@ -83,6 +83,7 @@ def fragilities(
     arrays: Mapping[str, np.ndarray],
     answered: np.ndarray,
     groups: Sequence[str],
+    mixers: Sequence[str],
     seed: int,
 ) -> list[Fragility]:
     """Fragility of every block under every ablation, pooled over groups."""
@@ -95,6 +96,7 @@ def fragilities(
             answered,
             arrays["ceiling"],
             groups,
+            mixers,
             seed=seed,
         )
         for kind in kinds
@@ -102,14 +104,19 @@ def fragilities(
 
 
 def group_fragilities(
-    kinds: Sequence[str], arrays: Mapping[str, np.ndarray], answered: np.ndarray, groups: Sequence[str], seed: int
+    kinds: Sequence[str],
+    arrays: Mapping[str, np.ndarray],
+    answered: np.ndarray,
+    groups: Sequence[str],
+    mixers: Sequence[str],
+    seed: int,
 ) -> dict[str, dict[str, dict[str, list[float]]]]:
     """Mean JSD of every block with its interval, group by group and ablation by ablation, as plain data."""
     found: dict[str, dict[str, dict[str, list[float]]]] = {}
     for group in dict.fromkeys(groups):
         chosen = np.array(groups) == group
         own = {name: array[..., chosen] for name, array in arrays.items() if array.shape[-1:] == chosen.shape}
-        for entry in fragilities(kinds, own, answered[chosen], [group] * int(chosen.sum()), seed):
+        for entry in fragilities(kinds, own, answered[chosen], [group] * int(chosen.sum()), mixers, seed):
             columns = ("jsd", "jsd_low", "jsd_high")
             found.setdefault(group, {})[entry.kind] = {name: entry.table[name].tolist() for name in columns}
     return found
@@ -122,9 +129,13 @@ def probe_table(
     answered: np.ndarray,
     particles: np.ndarray,
     kinds: Sequence[str],
-    decode: Callable[[list[int]], Any],
+    tokenizer: Tokenizer | None,
 ) -> pd.DataFrame:
-    """One row per usable probe."""
+    """One row per usable probe; texts are missing where a probe is token ids and there is no tokenizer."""
+
+    def text(given: str | None, ids: Sequence[int]) -> str | None:
+        return given if given is not None or tokenizer is None else tokenizer.decode(list(ids))
+
     p = np.exp(arrays["log_p"])
     rows = []
     for i, item in enumerate(items):
@@ -132,12 +143,14 @@ def probe_table(
         row: dict[str, Any] = {
             "id": item.probe.id,
             "group": item.probe.group,
-            "prompt": item.probe.prompt,
-            "target": item.probe.target,
+            "prompt": text(item.probe.prompt, item.prompt_ids),
+            "target": text(item.probe.target, item.target_ids),
+            "prompt_ids": list(item.prompt_ids),
             "target_ids": list(item.target_ids),
             "n_tokens": len(item.prompt_ids),
             "answered": bool(answered[i]),
-            "answer": decode([int(answers[i])]),
+            "answer": text(None, [int(answers[i])]),
+            "answer_id": int(answers[i]),
             "p_final": float(p[-1, i]),
             "rank_final": int(arrays["rank"][-1, i]),
             "particle": int(particles[i]) if found else None,
@@ -145,7 +158,7 @@ def probe_table(
         }
         if kinds:
             jsd = arrays[f"jsd_{kinds[0]}"][:, i]
-            row |= {"jsd_max": float(jsd.max()), "jsd_max_block": int(jsd.argmax())}
+            row |= {"jsd_max": float(np.nanmax(jsd)), "jsd_max_block": int(np.nanargmax(jsd))}
         rows.append(row)
     return typed_probes(rows)
 
@@ -179,10 +192,11 @@ def block_table(
         kind = entry.kind
         table = table.join(entry.table.add_suffix(f"_{kind}"))
         table = table.join(stability_table(arrays, kind).add_suffix(f"_{kind}"))
-        if kind == "noise" and len(arrays["jsd_noise_by_sample"]) >= MIN_SEEDS:
-            seeds = [t_interval(column) for column in arrays["jsd_noise_by_sample"].T]
-            table["jsd_noise_draw_low"] = [interval.low for interval in seeds]
-            table["jsd_noise_draw_high"] = [interval.high for interval in seeds]
+        draws = arrays.get(f"jsd_{kind}_by_sample")
+        if draws is not None and len(draws) >= MIN_SEEDS:
+            seeds = [t_interval(column) for column in draws.T]
+            table[f"jsd_{kind}_draw_low"] = [interval.low for interval in seeds]
+            table[f"jsd_{kind}_draw_high"] = [interval.high for interval in seeds]
     after = evolution_table(arrays).drop(columns="depth").iloc[1:].reset_index(drop=True)
     return table.join(after)
 

@@ -21,9 +21,12 @@ from tqdm import tqdm
 from tracer.ablations import (
     Calibration,
     CalibrationSums,
+    Part,
     Positions,
     Variant,
     ablation_kinds,
+    label_of,
+    part_names,
     sweep,
 )
 from tracer.batches import (
@@ -36,11 +39,13 @@ from tracer.batches import (
     token_batches,
 )
 from tracer.divergence import MAX_CKA_ROWS, cka_matrix
-from tracer.engine import DEFAULT_BATCH_TOKENS, ReadStreams, block_tokens, run
+from tracer.engine import DEFAULT_BATCH_TOKENS, block_tokens, run
 from tracer.errors import InputError, one_of
+from tracer.logit_lens import open_lens
 from tracer.measures import Measures, measure, rows_of_stream
 from tracer.models.plain import evaluating
 from tracer.models.selfcheck import Engine
+from tracer.models.sublayers import find_sublayers
 from tracer.models.traced import TracedModel, load
 from tracer.partial import PartialRun, differing
 from tracer.particle import GroupParticle, ParticleRule, overall_block
@@ -66,6 +71,7 @@ class _Settings:
     """What a trace depends on beside the model and the probes; stored under the arguments' own names."""
 
     ablations: tuple[str, ...]
+    parts: tuple[Part, ...]
     positions: Positions
     target: TargetReading
     rule: ParticleRule
@@ -90,6 +96,7 @@ def trace(
     groups: Sequence[str] | None = None,
     limit: int | None = None,
     ablations: str | Sequence[str] = ("zero",),
+    parts: str | Sequence[str] = ("block",),
     positions: str = "all",
     target: str = "single",
     rule: str = "first_rise",
@@ -116,6 +123,7 @@ def trace(
         limit: only the first so many usable probes of each group.
         ablations: any of `zero` (alias `skip`), `mean`, `resample`, `noise`, `zero_stream`, as names or separated by
             commas; an empty list or `none` for the lens alone.
+        parts: what of each block is ablated: `block`, `mixer`, `mlp`; the last two where a block is their exact sum.
         positions: where ablations act: `all`, `not_first` or `last`.
         target: how a target of several tokens is read: refused (`single`), its `first` token, or `joint`ly.
         rule: which block is a probe's particle: `first_rise`, `half_final` or `max_rise`.
@@ -149,6 +157,7 @@ def trace(
     kinds = ablation_kinds(ablations)
     settings = _Settings(
         kinds,
+        part_names(parts),
         one_of("positions", positions, get_args(Positions)),  # type: ignore[arg-type]
         one_of("target", target, get_args(TargetReading)),  # type: ignore[arg-type]
         ParticleRule(rule, min_rise, rel_rise),
@@ -167,8 +176,7 @@ def trace(
     opened = model if isinstance(model, TracedModel) else load(model, progress=progress, **(load_options or {}))
     if engine == "onepass" and opened.engine == "full":
         raise InputError(f"engine 'onepass' is not exact on {opened.name} ({opened.self_check.reason}): pass 'full'")
-    if opened.tokenizer is None:
-        raise InputError(f"{opened.name} has no tokenizer, so its probes cannot be read: pass tokenizer= to load")
+    _check_reach(opened, settings)
     tokenized = tokenize(probe_set, opened.tokenizer, target=settings.target, skip_bad=skip_bad)
     _check_fit(opened, tokenized.items)
     tokenized = replace(tokenized, items=_first_of_each_group(tokenized.items, settings.limit))
@@ -189,6 +197,17 @@ def trace(
     return result
 
 
+def _check_reach(model: TracedModel, settings: _Settings) -> None:
+    """Refuse what the model's residual stream does not allow."""
+    positionless = [kind for kind in settings.ablations if kind not in ("zero", "zero_stream")]
+    if model.anatomy.position_dim is None and (positionless or settings.positions != "all"):
+        raise InputError(
+            f"{model.name} is read at positions that are not tokens, so only whole blocks can be ablated, at all "
+            f"positions: pass ablations 'zero' and positions 'all', not "
+            f"{positionless[0] if positionless else settings.positions!r}"
+        )
+
+
 def _check_fit(model: TracedModel, items: Sequence[TokenizedProbe]) -> None:
     """Refuse probes that the model has no positions or no embeddings for, before anything runs."""
     for item in items:
@@ -202,7 +221,7 @@ def _check_fit(model: TracedModel, items: Sequence[TokenizedProbe]) -> None:
         if largest >= known:
             raise InputError(
                 f"probe {item.probe.id} has token {largest}, but {model.name} has only {known}: pass the "
-                "tokenizer that belongs to the model"
+                "tokenizer, or the token ids, that belong to the model"
             )
 
 
@@ -270,7 +289,13 @@ class _Trace:
         self.engine = engine
         self.progress = progress
         self.table = TargetTable.of(self.items)
-        self.variants = sweep(settings.ablations, range(model.n_blocks), settings.noise_samples)
+        self.sublayers = None
+        if set(settings.parts) != {"block"}:
+            with evaluating(model.model):
+                self.sublayers = find_sublayers(model.adapter)
+        self.variants = sweep(
+            settings.ablations, range(model.n_blocks), settings.noise_samples, settings.parts, self.sublayers
+        )
         chosen = rng(settings.seed, "cka").permutation(len(self.items))[:MAX_CKA_ROWS]
         self.cka_probes = set(chosen.tolist())
         self.donors = choose_donors(self.items, settings.seed) if "resample" in settings.ablations else {}
@@ -312,6 +337,7 @@ class _Trace:
                     self.settings.positions,
                     donors=self.donors,
                     calibration=self.calibration,
+                    sublayers=self.sublayers,
                     seed=self.settings.seed,
                     noise_scale=self.settings.noise_scale,
                 )
@@ -325,26 +351,30 @@ class _Trace:
                     batch_tokens=self.settings.batch_tokens,
                     on_tokens=advance,
                 )
-                arrays = measure(self.adapter, streams, batch.targets).as_dict()
-                if name.startswith(BATCH):
-                    arrays["streams"] = self._cka_rows(batch, streams)
+                lens = open_lens(
+                    self.model.self_check.tail, self.adapter, batch.tokens, batch.reads, variants, edits, streams
+                )
+                anatomy = self.model.anatomy
+                arrays = measure(anatomy, lens, streams, batch.targets, len(variants)).as_dict()
+                if name.startswith(BATCH) and streams.clean is not None:
+                    arrays["streams"] = self._cka_rows(batch, streams.clean)
                 arrays["block_tokens"] = np.array(tokens[name])
                 arrays["seconds"] = np.array(time.perf_counter() - began)
                 self.store[name] = arrays
 
-    def _cka_rows(self, batch: ProbeBatch, streams: ReadStreams) -> np.ndarray:
+    def _cka_rows(self, batch: ProbeBatch, streams: Sequence[torch.Tensor]) -> np.ndarray:
         """Clean streams of those probes of a batch that take part in the CKA, `[depths, probes, d]` float32."""
         firsts = batch.targets.first_reads.tolist()
         keep = [read for read, probe in zip(firsts, batch.index, strict=True) if probe in self.cka_probes]
-        return np.stack([rows_of_stream(self.adapter, x)[keep].float().numpy() for x in streams.clean])
+        return np.stack([rows_of_stream(self.model.anatomy, x)[keep].float().numpy() for x in streams])
 
     def _calibration(self) -> Calibration | None:
         """Means and deviations of all contributions over the prompts of this trace, where an ablation needs them."""
         if not {"mean", "noise"} & set(self.settings.ablations):
             return None
-        sums = CalibrationSums()
+        sums = CalibrationSums(self.adapter, self.sublayers)
         for batch in token_batches([item.prompt_ids for item in self.items], self.settings.batch_tokens):
-            sums.add(self.adapter, batch)
+            sums.add(batch)
         return sums.calibration()
 
     def _gathered(self, batches: Sequence[ProbeBatch]) -> Measures:
@@ -376,6 +406,8 @@ class _Trace:
         return rivals
 
     def _cka(self, batches: Sequence[ProbeBatch]) -> np.ndarray | None:
+        if self.model.anatomy.position_dim is None:
+            return None
         streams = np.concatenate([self.store[f"{BATCH}{n:05d}"]["streams"] for n in range(len(batches))], axis=1)
         matrix = cka_matrix(torch.from_numpy(streams))
         return None if matrix is None else matrix.numpy()
@@ -390,20 +422,20 @@ class _Trace:
         work: dict[str, Any],
     ) -> TraceResult:
         settings, anatomy = self.settings, self.model.anatomy
-        kinds, groups = settings.ablations, [item.probe.group for item in self.items]
+        kinds = tuple(label_of(kind, part) for kind in settings.ablations for part in settings.parts)
+        groups = [item.probe.group for item in self.items]
         answered = measures.answered
-        arrays = by_kind(measures, kinds, anatomy.n_blocks, settings.noise_samples)
+        arrays = by_kind(measures, self.variants, anatomy.n_blocks)
         particles, found = particles_of(self.items, self.table, arrays, rivals, answered, settings.rule, settings.seed)
         usable = self.tokenized.usable()
         found += [GroupParticle.unmeasured(group) for group in probe_set.groups if usable[group] == 0]
-        fragile = fragilities(kinds, arrays, answered, groups, settings.seed)
+        fragile = fragilities(kinds, arrays, answered, groups, anatomy.mixers, settings.seed)
         cka = self._cka(batches)
         if cka is not None:
             arrays["cka"] = cka
         counted = answered & np.isin(groups, [group.group for group in found if group.why_not is None])
         block = overall_block(found, seed=settings.seed)
-        by_group = group_fragilities(kinds, arrays, answered, groups, settings.seed)
-        assert self.model.tokenizer is not None
+        by_group = group_fragilities(kinds, arrays, answered, groups, anatomy.mixers, settings.seed)
         run_data = {
             "schema": SCHEMA,
             "arguments": plan["arguments"],
@@ -427,17 +459,16 @@ class _Trace:
                     "fragile": list(entry.fragile),
                     "fragile_without_first": list(entry.fragile_without_first),
                     "flat": entry.flat,
+                    "by_mixer": entry.by_mixer.to_dict("records"),
                     "intervals": entry.method,
                 }
                 for entry in fragile
             ],
-            "warnings": warnings_of(anatomy, found, block.estimate, fragile),
+            "warnings": [*self.model.self_check.notes, *warnings_of(anatomy, found, block.estimate, fragile)],
         }
         return TraceResult(
             run=run_data,
-            probes=probe_table(
-                self.items, arrays, measures.answer, answered, particles, kinds, self.model.tokenizer.decode
-            ),
+            probes=probe_table(self.items, arrays, measures.answer, answered, particles, kinds, self.model.tokenizer),
             blocks=block_table(anatomy, arrays, fragile, particles, counted),
             arrays=arrays,
         )

@@ -6,8 +6,8 @@ back. The visitor may run the block once, several times on more rows than the mo
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -26,12 +26,20 @@ State = tuple[Tensor | None, ...]
 Visitor = Callable[["BlockSite"], State]
 """Called at every block with its site; returns the state that the model receives as the block's output."""
 
+Arguments = Mapping[str, Any]
+"""What a call received: `{"args": ..., "kwargs": ...}`."""
+
+OutputEdit = Callable[[Arguments, Any], Any]
+"""Turns what a module inside a block received and returned into what it returns instead."""
+
 
 @runtime_checkable
 class Adapter(Protocol):
     """What the rest of LayerTracer needs of an opened model; every way of opening one provides it."""
 
     anatomy: Anatomy
+    probe: TokenBatch
+    modules: Mapping[str, nn.Module]
 
     def run(self, batch: TokenBatch, visit: Visitor, *, logits: bool = True) -> Tensor | None:
         """Run the model's forward with `visit` at every block; see `PlainAdapter.run`."""
@@ -43,14 +51,15 @@ class BlockSite:
 
     Attributes:
         index: 0-based block number.
+        module: the block.
         state: the state that the model hands to the block; `state[0]` is `resid[index]`.
     """
 
     def __init__(self, adapter: "PlainAdapter", index: int, module: nn.Module, arguments: dict[str, Any]):
         anatomy = adapter.anatomy
         self.index = index
+        self.module = module
         self._adapter = adapter
-        self._module = module
         self._arguments = arguments
         self._output: Any = None
         self.state: State = tuple(get(arguments, path) for path in adapter.input_paths)
@@ -63,20 +72,27 @@ class BlockSite:
         assert self.state[0] is not None
         return self.state[0]
 
-    def run(self, state: State | None = None, copies: int = 1) -> State:
+    def run(
+        self, state: State | None = None, copies: int = 1, edits: Mapping[nn.Module, OutputEdit] | None = None
+    ) -> State:
         """Run the block, its own hooks included, and return its output state.
 
         Args:
             state: what the block receives; default the model's own. With `copies` = n it holds n times as many rows,
                 copy after copy; all other arguments (masks, positions) are repeated to match.
             copies: how many times the model's batch `state` holds.
+            edits: modules inside the block whose outputs are edited in this call.
+
+        Raises:
+            HookError: a module to be edited was not called exactly once.
         """
         values = dict(zip(self._adapter.input_paths, state or self.state, strict=True))
         if copies > 1:
             values |= self._repeated(copies, values.keys())
         arguments = replaced(self._arguments, values)
-        output = self._adapter.call(self._module, arguments)
-        if state is None:
+        with edited_outputs(edits) if edits else nullcontext():
+            output = self._adapter.call(self.module, arguments)
+        if state is None and not edits:
             self._output = output
         return tuple(get(output, path) for path in self._adapter.output_paths)
 
@@ -111,19 +127,29 @@ class PlainAdapter:
         anatomy: where its residual stream runs.
         outputs: one recorded output per block call, as templates for blocks that are not run.
         forward: the model's own forward, from tokens to logits.
+        probe: the tokens that the anatomy was found with.
+
+    Attributes:
+        modules: all modules of the model by name.
     """
 
     def __init__(
-        self, model: nn.Module, anatomy: Anatomy, outputs: Sequence[Any], forward: Callable[[TokenBatch], Tensor]
+        self,
+        model: nn.Module,
+        anatomy: Anatomy,
+        outputs: Sequence[Any],
+        forward: Callable[[TokenBatch], Tensor],
+        probe: TokenBatch,
     ):
         self.forward = forward
         self.anatomy = anatomy
+        self.probe = probe
+        self.modules: Mapping[str, nn.Module] = dict(model.named_modules())
         self.input_paths = (anatomy.input_path, *(into for _, into in anatomy.carried))
         self.output_paths = (anatomy.output_path, *(out for out, _ in anatomy.carried))
         # Only the structure is kept: every tensor that is not part of the state becomes None.
         self.templates = [replaced(output, {path: None for path, _ in leaves(output)}) for output in outputs]
-        modules = dict(model.named_modules())
-        self._blocks = [modules[call.module] for call in anatomy.calls]
+        self._blocks = [self.modules[call.module] for call in anatomy.calls]
         self._running = False
 
     def run(self, batch: TokenBatch, visit: Visitor, *, logits: bool = True) -> Tensor | None:
@@ -154,7 +180,8 @@ class PlainAdapter:
             return output
 
         result = None
-        with self._intercepted(intercept), suppress(_Stop):
+        routes = {block: partial(self._route, intercept, block) for block in self._blocks}
+        with intercepted(routes), suppress(_Stop):
             result = self.forward(batch)
         if seen != len(expected):
             raise HookError(
@@ -177,28 +204,54 @@ class PlainAdapter:
             return type(block)._call_impl(block, *args, **kwargs)
         return intercept(block, {"args": args, "kwargs": kwargs})
 
-    @contextmanager
-    def _intercepted(self, intercept: Callable[[nn.Module, dict[str, Any]], Any]) -> Iterator[None]:
-        """Route the calls of the blocks through `intercept`, on these module objects only, until the context ends.
 
-        The call itself is replaced, not `forward` and not by hooks: a block that is passed through must not run its
-        owner's hooks, and one that is run on more rows must run them on all of these.
-        """
-        blocks = set(self._blocks)
+@contextmanager
+def intercepted(routes: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Call something else in place of modules, on these module objects only, until the context ends.
 
-        taken = [block for block in blocks if "_call_impl" in block.__dict__]
-        if taken:
-            raise HookError(
-                f"the calls of {type(taken[0]).__name__} are already intercepted; a trace inside another trace of "
-                "the same model is not possible"
-            )
-        try:
-            for block in blocks:
-                block.__dict__["_call_impl"] = partial(self._route, intercept, block)
-            yield
-        finally:
-            for block in blocks:
-                block.__dict__.pop("_call_impl", None)
+    The call itself is replaced, not `forward` and not by hooks: a block that is passed through must not run its
+    owner's hooks, and one that is run on more rows must run them on all of these.
+
+    Raises:
+        HookError: one of them is intercepted already.
+    """
+    taken = [module for module in routes if "_call_impl" in module.__dict__]
+    if taken:
+        raise HookError(
+            f"the calls of {type(taken[0]).__name__} are already intercepted; a trace inside another trace of "
+            "the same model is not possible"
+        )
+    try:
+        for module, route in routes.items():
+            module.__dict__["_call_impl"] = route
+        yield
+    finally:
+        for module in routes:
+            module.__dict__.pop("_call_impl", None)
+
+
+@contextmanager
+def edited_outputs(edits: Mapping[nn.Module, OutputEdit]) -> Iterator[None]:
+    """Edit what modules return, their own hooks included, until the context ends.
+
+    Raises:
+        HookError: one of them was not called exactly once: something else than the module was run in its place.
+    """
+    fired = dict.fromkeys(edits, 0)
+
+    def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        fired[module] += 1
+        output = type(module)._call_impl(module, *args, **kwargs)
+        return edits[module]({"args": args, "kwargs": kwargs}, output)
+
+    with intercepted({module: partial(called, module) for module in edits}):
+        yield
+    wrong = [module for module, count in fired.items() if count != 1]
+    if wrong:
+        raise HookError(
+            f"{type(wrong[0]).__name__} was called {fired[wrong[0]]} times inside its block, not once: its output "
+            "cannot be edited"
+        )
 
 
 @contextmanager

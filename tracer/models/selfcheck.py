@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from tracer.errors import ModelRefused
-from tracer.models.anatomy import PROBE_LENGTH, PROBE_ROWS, SECOND_LENGTH, SECOND_ROWS, locate, recorded_calls
+from tracer.models.anatomy import PROBE_LENGTH, PROBE_ROWS, SECOND_LENGTH, SECOND_ROWS
 from tracer.models.cache import one_line
+from tracer.models.locating import locate, recorded_calls
 from tracer.models.nested import get
 from tracer.models.plain import Adapter, BlockSite, PlainAdapter, State, evaluating, forward_logits
 from tracer.models.streams import (
@@ -34,6 +35,9 @@ MAX_GAP = 1e-4
 for streams relative to their size. In lower precision the model's own rounding decides."""
 
 Engine = Literal["onepass", "full"]
+
+Tail = Literal["replayed", "whole"]
+"""How a depth is unembedded: the tail replayed on single positions, or a whole forward without the later blocks."""
 
 
 @dataclass(frozen=True)
@@ -57,19 +61,37 @@ class Check:
 
 @dataclass(frozen=True)
 class SelfCheck:
-    """All checks of one model and the engine that they allow."""
+    """All checks of one model and what they allow.
+
+    Attributes:
+        checks: with their measured gaps.
+        engine: `onepass`, or `full` where a run cannot be resumed.
+        reason: why this engine.
+        tail: `replayed` on single positions, or `whole` where what follows the blocks needs more than the last
+            residual; the lens at depth d is then a whole forward without the blocks from d on.
+        notes: what a reader of the numbers must know.
+    """
 
     checks: tuple[Check, ...]
     engine: Engine
     reason: str
+    tail: Tail = "replayed"
+    notes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for `run.json`."""
         checks = [{"name": c.name, "gap": c.gap, "limit": c.limit, "passed": c.passed} for c in self.checks]
-        return {"engine": self.engine, "reason": self.reason, "checks": checks}
+        return {
+            "engine": self.engine,
+            "reason": self.reason,
+            "tail": self.tail,
+            "notes": list(self.notes),
+            "checks": checks,
+        }
 
     def __str__(self) -> str:
-        return "\n".join([*map(str, self.checks), f"engine: {self.engine} ({self.reason})"])
+        lines = [*map(str, self.checks), f"engine: {self.engine} ({self.reason})"]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
 def open_plain(
@@ -77,6 +99,7 @@ def open_plain(
     forward: Callable[[TokenBatch], Tensor] | None = None,
     *,
     embeddings: int | None = None,
+    blocks: Sequence[str] | None = None,
     all_depths: bool = False,
 ) -> tuple[PlainAdapter, SelfCheck]:
     """Find the anatomy of a live model, check it and return the adapter.
@@ -85,6 +108,7 @@ def open_plain(
         model: a causal language model.
         forward: its own forward from tokens to logits; default that of a Hugging Face model.
         embeddings: number of tokens that it knows; default that of a Hugging Face model.
+        blocks: names of the modules that are its blocks, where they shall not be searched for.
         all_depths: resume from every depth instead of three.
 
     Raises:
@@ -99,9 +123,9 @@ def open_plain(
             logits = forward(first)
         with recorded_calls(modules) as again:
             logits_again = forward(second)
-        anatomy = locate(model, calls, again, logits.shape[-1])
+        anatomy = locate(model, calls, again, logits.shape[-1], blocks)
         names = {call.module for call in anatomy.calls}
-        adapter = PlainAdapter(model, anatomy, [call.output for call in calls if call.name in names], forward)
+        adapter = PlainAdapter(model, anatomy, [call.output for call in calls if call.name in names], forward, first)
         recorded = [get(call.arguments, anatomy.input_path) for call in calls if call.name in names]
         check = self_check(adapter, first, logits, logits_again, recorded, all_depths=all_depths)
         return adapter, check
@@ -186,26 +210,25 @@ def self_check(
         "reading, and a skip that was broken off, leave nothing behind",
         "the forward of this model is not repeatable",
     )
-    try:
-        final = unembedded(streams.states[-1])
-    except Exception as error:
-        raise ModelRefused(
-            f"{anatomy.model_class} cannot be traced: its tail cannot be replayed on single positions "
-            f"({type(error).__name__}: {one_line(error)})"
-        ) from error
-    check(
-        "tail",
-        (final - truth).abs().max().item() if exact else _gap(final, truth),
-        limit,
-        "the model's own tail turns the last residual into its output (log-probabilities)",
-        "the logit lens would not show this model's predictions",
-    )
     handed_over = [
         _difference(x, y)
         for after, following in zip(streams.outputs, streams.inputs[1:], strict=False)
         for x, y in zip(after, following, strict=True)
     ]
-    check("chain", max(handed_over), MAX_GAP, "each block receives what the one before returned")
+    check("chain", max(handed_over, default=0.0), MAX_GAP, "each block receives what the one before returned")
+    if anatomy.position_dim is None:
+        reason = "the positions of the stream are not tokens"
+        notes = (f"{reason}: it has no norm, angle or CKA at a token", *_reach(adapter, probe))
+        return SelfCheck(tuple(checks), "full", reason, "whole", notes)
+    try:
+        final = unembedded(streams.states[-1])
+        gap, failure = (final - truth).abs().max().item() if exact else _gap(final, truth), ""
+    except Exception as error:  # whatever a tail needs beyond the last residual, it cannot be replayed
+        gap, failure = math.inf, f" ({type(error).__name__}: {one_line(error)})"
+    check("tail", gap, limit, f"its own tail turns the last residual into its output (log-probabilities){failure}")
+    if not checks[-1].passed:
+        reason = "the tail needs more than the last residual"
+        return SelfCheck(tuple(checks), "full", reason, "whole", _reach(adapter, probe))
     if anatomy.shared_state:
         reason = f"the blocks share mutable state ({', '.join(anatomy.shared_state)})"
         return SelfCheck(tuple(checks), "full", reason)
@@ -234,6 +257,39 @@ def self_check(
         reason = f"{failed[0].name} differs by {failed[0].gap:.1e}: a block needs more than the residual before it"
         return SelfCheck(tuple(checks), "full", reason)
     return SelfCheck(tuple(checks), "onepass", "a run can be resumed from any residual")
+
+
+def _reach(adapter: Adapter, probe: TokenBatch) -> tuple[str, ...]:
+    """A note when the modules after the last block carry information from one position to others.
+
+    Such modules are blocks of another kind, or of another model around this one, and are not traced.
+    """
+    anatomy = adapter.anatomy
+    last = anatomy.n_blocks - 1
+
+    def logits(disturbed: int | None) -> Tensor:
+        def visit(site: BlockSite) -> State:
+            out = site.run()
+            if site.index < last or disturbed is None:
+                return out
+            assert out[0] is not None
+            stream = anatomy.rows_first(out[0].clone())
+            stream[:, disturbed] += stream.std() * torch.linspace(-1, 1, stream.shape[-1]).to(stream)
+            return (anatomy.as_model(stream), *out[1:])
+
+        found = adapter.run(probe, visit)
+        assert found is not None
+        return _log_probs(found)
+
+    middle = min(probe.lengths) // 2
+    moved = (logits(middle) - logits(None)).abs().amax(-1) > MAX_GAP  # [batch, pos]
+    reached = moved.any(0).nonzero().flatten().tolist()
+    if len(reached) <= 1:
+        return ()
+    return (
+        f"the modules after the last block ({', '.join(anatomy.tail)}) move information between positions: they are "
+        "a part of the model that is not traced",
+    )
 
 
 def _log_probs(logits: Tensor) -> Tensor:

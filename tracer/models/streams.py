@@ -81,7 +81,10 @@ def resume(adapter: Adapter, batch: TokenBatch, depth: int, state: State, copies
 def positions_of(
     anatomy: Anatomy, stream: Tensor, rows: Int[Tensor, " reads"], positions: Int[Tensor, " reads"]
 ) -> Tensor:
-    """The stream at single positions, as `reads` sequences of one token in the stream's own layout."""
+    """The stream at single positions, as `reads` sequences of one token in the stream's own layout.
+
+    Only for anatomies whose stream positions are tokens.
+    """
     picked = anatomy.rows_first(stream)[rows.to(stream.device), positions.to(stream.device)]
     return anatomy.as_model(picked.unsqueeze(1))
 

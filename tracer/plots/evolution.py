@@ -30,13 +30,16 @@ def draw_evolution(result: TraceResult) -> Figure:
     panels = figure.subplots(2, 3)
     x = table["depth"].to_numpy()
     for axes, (name, label) in zip(panels.flat, PANELS.items(), strict=False):
+        axes.set_title(label, loc="left", fontsize=8)
+        if table[name].isna().all():
+            _say_empty(axes, NO_TOKENS)
+            continue
         # The distance to the depth before does not exist at depth 0, where the table holds 0.
         rows = slice(1, None) if name == "angle" else slice(None)
         axes.fill_between(
             x[rows], table[f"{name}_q1"][rows], table[f"{name}_q3"][rows], facecolor=SKY, alpha=0.5, linewidth=0
         )
         axes.plot(x[rows], table[name][rows], color=BLUE, marker=".", markersize=marker_size(len(x)))
-        axes.set_title(label, loc="left", fontsize=8)
         axes.set_xlabel("depth d")
         axes.set_xlim(-0.5, len(x) - 0.5)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
@@ -64,14 +67,23 @@ def draw_evolution(result: TraceResult) -> Figure:
     return figure
 
 
+NO_TOKENS = "the positions of the stream are not tokens"
+
+
+def _say_empty(axes: Axes, why: str) -> None:
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.spines[:].set_visible(False)
+    say(axes, why, 30)
+
+
 def _draw_cka(result: TraceResult, figure: Figure, axes: Axes) -> None:
     axes.set_title("debiased linear CKA between depths", loc="left", fontsize=8)
     axes.grid(False)
     if "cka" not in result.arrays:
-        axes.set_xticks([])
-        axes.set_yticks([])
-        axes.spines[:].set_visible(False)
-        say(axes, f"no CKA: it needs {MIN_CKA_ROWS} probes, this trace has {len(result.probes)}", 30)
+        enough = len(result.probes) >= MIN_CKA_ROWS
+        why = NO_TOKENS if enough else f"it needs {MIN_CKA_ROWS} probes, this trace has {len(result.probes)}"
+        _say_empty(axes, f"no CKA: {why}")
         return
     cka = result.arrays["cka"]
     below = "min" if np.nanmin(cka) < 0 else "neither"
