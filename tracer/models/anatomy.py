@@ -24,12 +24,15 @@ class BlockCall:
         module: dotted name of the module that is called.
         mixer: kind of its sequence mixer, e.g. `attention`, `mamba2`, `gated_deltanet`, `attention+mamba2`.
         argument_batch_dims: for each tensor among its arguments the dimension that grows with the batch, or None.
+        last: dotted name of the module whose output is that of the block, where the block is no module but lies in
+            its parent's forward, from the input of `module` to the output of this one.
     """
 
     index: int
     module: str
     mixer: str
     argument_batch_dims: Mapping[Path, int | None]
+    last: str | None = None
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ dimensions are the batch and which the positions. What is found is only a propos
 from collections import Counter
 from collections.abc import Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -26,7 +26,8 @@ from tracer.models.nested import Path, leaves
 class ModuleCall:
     """One recorded call: the module, what it received (`{"args": ..., "kwargs": ...}`) and what it returned.
 
-    `written` names the mutable containers among its arguments whose items the call changed.
+    `written` names the mutable containers among its arguments whose items the call changed; `last` the module that the
+    output is from, where it is another one.
     """
 
     name: str
@@ -34,6 +35,7 @@ class ModuleCall:
     arguments: dict[str, Any]
     output: Any
     written: tuple[str, ...]
+    last: str | None = None
 
 
 @contextmanager
@@ -70,13 +72,21 @@ def recorded_calls(modules: Mapping[str, nn.Module]) -> Iterator[list[ModuleCall
             handle.remove()
 
 
+@dataclass(frozen=True)
+class Located:
+    """An anatomy and the block calls of the first probe that it was found in."""
+
+    anatomy: Anatomy
+    calls: tuple[ModuleCall, ...]
+
+
 def locate(
     model: nn.Module,
     first: Sequence[ModuleCall],
     second: Sequence[ModuleCall],
     vocab: int,
     blocks: Sequence[str] | None = None,
-) -> Anatomy:
+) -> Located:
     """Find the anatomy from the calls of all modules in two probe forwards of different shape.
 
     Args:
@@ -84,15 +94,16 @@ def locate(
         first: calls in a forward of `PROBE_ROWS` x `PROBE_LENGTH` tokens, in order of return.
         second: calls in a forward of `SECOND_ROWS` x `SECOND_LENGTH` tokens.
         vocab: width of the model's logits.
-        blocks: names of the modules that are the blocks, where they shall not be searched for.
+        blocks: names of the modules that are the blocks, where they shall not be searched for; `FIRST:LAST` for a block
+            that lies in its parent's forward, from the input of one module to the output of another.
 
     Raises:
         ModelRefused: no container of modules hands a hidden state from item to item.
         InputError: a named block does not exist, or the named ones hand no hidden state on.
     """
     found, pairs = block_calls(model, first) if blocks is None else _named_blocks(model, first, blocks)
-    block_names = {call.name for call in found}
-    again = [call for call in second if call.name in block_names]
+    names = {call.name for call in found}
+    again = _spanned(model, second, blocks) if blocks else [call for call in second if call.name in names]
     if [call.name for call in again] != [call.name for call in found]:
         raise ModelRefused(
             f"the blocks of {type(model).__name__} are not called in the same order for inputs of another shape, "
@@ -111,11 +122,11 @@ def locate(
     if position_dim is not None and stream.shape[position_dim] != PROBE_LENGTH:
         position_dim = None
     calls = tuple(
-        BlockCall(i, a.name, _mixer(model, a.module, i, len(found)), _argument_dims(a, b))
+        BlockCall(i, a.name, _mixer(model, a.module, i, len(found)), _argument_dims(a, b), a.last)
         for i, (a, b) in enumerate(zip(found, again, strict=True))
     )
     head, tied = _head(model)
-    return Anatomy(
+    anatomy = Anatomy(
         model_class=type(model).__name__,
         calls=calls,
         input_path=input_path,
@@ -130,6 +141,7 @@ def locate(
         tied=tied,
         vocab=vocab,
     )
+    return Located(anatomy, tuple(found))
 
 
 Links = Counter[tuple[Path, Path]]
@@ -206,13 +218,8 @@ def _siblings(model: nn.Module) -> Iterator[tuple[str, list[nn.Module]]]:
 def _named_blocks(
     model: nn.Module, calls: Sequence[ModuleCall], names: Sequence[str]
 ) -> tuple[list[ModuleCall], Links]:
-    """The calls of the modules that the user names as the blocks."""
-    modules = dict(model.named_modules())
-    unknown = [name for name in names if name not in modules]
-    if unknown:
-        raise InputError(f"{type(model).__name__} has no module {unknown[0]!r}: pass names of model.named_modules()")
-    wanted = {modules[name] for name in names}
-    inside = [call for call in calls if call.module in wanted]
+    """The calls of what the user names as the blocks, and what links them."""
+    inside = _spanned(model, calls, names)
     pairs = links_of(inside)
     if not pairs:
         raise InputError(
@@ -220,6 +227,28 @@ def _named_blocks(
             f"next ({len(inside)} calls of them were seen): name the modules that pass the residual stream on"
         )
     return inside, pairs
+
+
+def _spanned(model: nn.Module, calls: Sequence[ModuleCall], names: Sequence[str]) -> list[ModuleCall]:
+    """The calls of modules, and from the first to the last of `FIRST:LAST`, in the order of their ends."""
+    modules = dict(model.named_modules())
+    ends = {name: name.partition(":")[::2] for name in names}
+    unknown = [part for first, last in ends.values() for part in (first, last or first) if part not in modules]
+    if unknown:
+        raise InputError(f"{type(model).__name__} has no module {unknown[0]!r}: pass names of model.named_modules()")
+    starts = {modules[first]: last for first, last in ends.values()}
+    begun: dict[str, ModuleCall] = {}
+    found = []
+    for call in calls:
+        if call.name in begun:
+            found.append(replace(begun.pop(call.name), output=call.output, last=call.name))
+        if call.module in starts:
+            last = starts[call.module]
+            if last:
+                begun[last] = call
+            else:
+                found.append(call)
+    return found
 
 
 def _links(a: ModuleCall, b: ModuleCall) -> set[tuple[Path, Path]]:
@@ -284,8 +313,9 @@ def _contents(arguments: Mapping[str, Any]) -> dict[str, list[int]]:
 
 def _tail(calls: Sequence[ModuleCall], last: ModuleCall) -> tuple[str, ...]:
     """Outermost modules that are called, and return, after the last block has returned."""
-    after = list(calls)[[call is last for call in calls].index(True) + 1 :]
-    parts = last.name.split(".")
+    end = last.last or last.name
+    after = calls[max(i for i, call in enumerate(calls) if call.name == end) + 1 :]
+    parts = end.split(".")
     ancestors = {".".join(parts[:i]) for i in range(len(parts))}
     names = [call.name for call in after if call.name not in ancestors]
     return tuple(name for name in names if not any(name.startswith(other + ".") for other in names))

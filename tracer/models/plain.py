@@ -55,13 +55,21 @@ class BlockSite:
         state: the state that the model hands to the block; `state[0]` is `resid[index]`.
     """
 
-    def __init__(self, adapter: "PlainAdapter", index: int, module: nn.Module, arguments: dict[str, Any]):
+    def __init__(
+        self,
+        adapter: "PlainAdapter",
+        index: int,
+        module: nn.Module,
+        arguments: dict[str, Any],
+        output: Any = None,
+    ):
         anatomy = adapter.anatomy
         self.index = index
         self.module = module
         self._adapter = adapter
         self._arguments = arguments
-        self._output: Any = None
+        self._output = output
+        self._over = output is not None
         self.state: State = tuple(get(arguments, path) for path in adapter.input_paths)
         if not isinstance(self.state[0], Tensor):
             raise HookError(f"block {index} was called without a hidden state at {anatomy.input_path}")
@@ -86,6 +94,10 @@ class BlockSite:
         Raises:
             HookError: a module to be edited was not called exactly once.
         """
+        if self._over:
+            if state is not None or edits:
+                raise HookError(f"block {self.index} lies in its parent's forward: it cannot be run on its own")
+            return tuple(get(self._output, path) for path in self._adapter.output_paths)
         values = dict(zip(self._adapter.input_paths, state or self.state, strict=True))
         if copies > 1:
             values |= self._repeated(copies, values.keys())
@@ -149,7 +161,8 @@ class PlainAdapter:
         self.output_paths = (anatomy.output_path, *(out for out, _ in anatomy.carried))
         # Only the structure is kept: every tensor that is not part of the state becomes None.
         self.templates = [replaced(output, {path: None for path, _ in leaves(output)}) for output in outputs]
-        self._blocks = [self.modules[call.module] for call in anatomy.calls]
+        self._blocks = [self.modules[call.module] for call in anatomy.calls if call.last is None]
+        self._spans = [(self.modules[c.module], self.modules[c.last]) for c in anatomy.calls if c.last is not None]
         self._running = False
 
     def run(self, batch: TokenBatch, visit: Visitor, *, logits: bool = True) -> Tensor | None:
@@ -168,11 +181,11 @@ class PlainAdapter:
         """
         expected, seen = self.anatomy.calls, 0
 
-        def intercept(module: nn.Module, arguments: dict[str, Any]) -> Any:
+        def intercept(module: nn.Module, arguments: dict[str, Any], output: Any = None) -> Any:
             nonlocal seen
             if seen >= len(expected):
                 raise HookError(f"more than the {len(expected)} block calls of the probe: {type(module).__name__}")
-            site = BlockSite(self, seen, module, arguments)
+            site = BlockSite(self, seen, module, arguments, output)
             seen += 1
             output = site.output(visit(site))
             if seen == len(expected) and not logits:
@@ -180,7 +193,10 @@ class PlainAdapter:
             return output
 
         result = None
+        routes: dict[nn.Module, Callable[..., Any]]
         routes = {block: partial(self._route, intercept, block) for block in self._blocks}
+        for first, last in self._spans:
+            routes |= self._span_routes(intercept, first, last)
         with intercepted(routes), suppress(_Stop):
             result = self.forward(batch)
         if seen != len(expected):
@@ -196,6 +212,23 @@ class PlainAdapter:
             return type(module)._call_impl(module, *arguments["args"], **arguments["kwargs"])
         finally:
             self._running = False
+
+    @staticmethod
+    def _span_routes(
+        intercept: Callable[..., Any], first: nn.Module, last: nn.Module
+    ) -> dict[nn.Module, Callable[..., Any]]:
+        """For a block that lies in its parent's forward: note how it begins, and visit it where it ends."""
+        begun: list[dict[str, Any]] = []
+
+        def begin(*args: Any, **kwargs: Any) -> Any:
+            begun.append({"args": args, "kwargs": kwargs})
+            return type(first)._call_impl(first, *args, **kwargs)
+
+        def end(*args: Any, **kwargs: Any) -> Any:
+            output = type(last)._call_impl(last, *args, **kwargs)
+            return intercept(last, begun.pop(), output) if begun else output
+
+        return {first: begin, last: end}
 
     def _route(
         self, intercept: Callable[[nn.Module, dict[str, Any]], Any], block: nn.Module, *args: Any, **kwargs: Any

@@ -123,10 +123,9 @@ def open_plain(
             logits = forward(first)
         with recorded_calls(modules) as again:
             logits_again = forward(second)
-        anatomy = locate(model, calls, again, logits.shape[-1], blocks)
-        names = {call.module for call in anatomy.calls}
-        adapter = PlainAdapter(model, anatomy, [call.output for call in calls if call.name in names], forward, first)
-        recorded = [get(call.arguments, anatomy.input_path) for call in calls if call.name in names]
+        located = locate(model, calls, again, logits.shape[-1], blocks)
+        adapter = PlainAdapter(model, located.anatomy, [call.output for call in located.calls], forward, first)
+        recorded = [get(call.arguments, located.anatomy.input_path) for call in located.calls]
         check = self_check(adapter, first, logits, logits_again, recorded, all_depths=all_depths)
         return adapter, check
 
@@ -229,6 +228,8 @@ def self_check(
     if not checks[-1].passed:
         reason = "the tail needs more than the last residual"
         return SelfCheck(tuple(checks), "full", reason, "whole", _reach(adapter, probe))
+    if any(call.last for call in anatomy.calls):
+        return SelfCheck(tuple(checks), "full", "the blocks lie in their parent's forward")
     if anatomy.shared_state:
         reason = f"the blocks share mutable state ({', '.join(anatomy.shared_state)})"
         return SelfCheck(tuple(checks), "full", reason)
