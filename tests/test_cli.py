@@ -9,7 +9,7 @@ import pytest
 import transformers
 from tiny import VOCAB, reinitialised, tiny, word_tokenizer
 
-from tracer import tracing
+from tracer import measuring
 from tracer.cli import main
 from tracer.results import FILES, TraceResult
 
@@ -74,7 +74,7 @@ def test_limit_groups_and_csv(capsys, folder, tmp_path):
 
 
 def test_check_prints_anatomy_and_every_check(capsys, folder):
-    status, text, _ = run(capsys, "check", folder, "-q")
+    status, text, _ = run(capsys, "check", folder, "-q", "--backend", "hooks")
     assert status == 0
     for part in (
         "LlamaForCausalLM",
@@ -82,6 +82,7 @@ def test_check_prints_anatomy_and_every_check(capsys, folder):
         "0-3 attention",
         "model.norm -> lm_head",
         "float32",
+        "backend        hooks",
     ):
         assert part in text
     assert [line.split()[1] for line in text.splitlines() if line.startswith("ok")] == [
@@ -89,6 +90,23 @@ def test_check_prints_anatomy_and_every_check(capsys, folder):
         *("resume",) * 3,
     ]
     assert "engine: onepass" in text
+
+
+def test_check_says_how_the_streams_are_reached_and_why(capsys, folder, tmp_path):
+    status, text, _ = run(capsys, "check", folder, "-q")
+    assert status == 0
+    for part in (
+        "TransformerBridge of LlamaForCausalLM",
+        "blocks.*",
+        "0-3 attention",
+        "backend        transformer_lens",
+    ):
+        assert part in text
+    assert "note           booted as TransformerBridge: attention runs in its eager form" in text
+    status, text, _ = run(capsys, "check", folder, "-q", "--device-map", "cpu")
+    assert status == 0
+    assert "backend        hooks" in text
+    assert "note           its weights are dispatched over devices: opened by plain hooks" in text
 
 
 def encoder(tmp_path: Path) -> Path:
@@ -169,11 +187,11 @@ def test_interrupt_says_how_to_go_on(capsys, folder, probes, tmp_path, monkeypat
             raise KeyboardInterrupt
         return real(*args, **kwargs)
 
-    real = tracing.run
+    real = measuring.run
     arguments = ["trace", folder, "--probes", probes, "--out", tmp_path / "run", "-q", "--no-figures"]
     arguments += ["--batch-tokens", 128]
     with monkeypatch.context() as patch:
-        patch.setattr(tracing, "run", interrupted)
+        patch.setattr(measuring, "run", interrupted)
         status, _, err = run(capsys, *arguments)
         assert (status, "nothing is lost" in err) == (130, True)
         status, _, err = run(capsys, *arguments)

@@ -32,9 +32,13 @@ def made(
     cka: bool = True,
     intervals: bool = True,
     size: float = 0.3,
+    both: bool = False,
     seed: int = 0,
 ) -> TraceResult:
-    """A result by hand; `groups` maps a name to (probes, answered), `size` is the divergence of block 1."""
+    """A result by hand; `groups` maps a name to (probes, answered), `size` is the divergence of block 1.
+
+    With `both`, the lens is a tuned one with the plain one beside it, and recovery was measured.
+    """
     rng = np.random.default_rng(seed)
     groups = {"capitals": (12, 9), "antonyms": (10, 3), "plurals": (8, 0)} if groups is None else groups
     names = [group for group, (n, _) in groups.items() for _ in range(n)]
@@ -92,11 +96,21 @@ def made(
         },
         "model": {"name": name, "kind": "hub", "dtype": "bfloat16"},
         "engine": "onepass",
-        "readout": "logit",
+        "readout": "tuned" if both else "logit",
+        "plain": None,
+        "recovery": None,
         "groups": found,
         "particle_block": {"estimate": float(np.median(medians)) if medians else None, "low": None, "high": None},
         "fragility": fragility,
     }
+    if both:
+        arrays["plain/log_p"] = arrays["log_p"] - 1
+        run["plain"] = {"groups": found, "particle_block": run["particle_block"]}
+        run["recovery"] = {"n": n - 1, "undefined": 1}
+        recovery = rng.uniform(0, 1, n_blocks)
+        recovery[-1] = math.nan
+        ends = {"recovery": recovery, "recovery_low": recovery - 0.1, "recovery_high": recovery + 0.1}
+        blocks = blocks.assign(**ends)
     probes = pd.DataFrame({"group": names, "answered": answered, "particle": particles}).astype({"particle": "Int64"})
     return TraceResult(run, probes, blocks, arrays)
 
@@ -158,6 +172,7 @@ SHAPES = {
     ),
     "nothing measured": (lambda: made(3, {"one": (12, 0)}, (), cka=False, intervals=False), FIGURES),
     "no intervals": (lambda: made(3, {"one": (12, 9)}, intervals=False), ("lens", "fragility")),
+    "both lenses": (lambda: made(7, mixers=("mamba", "attention"), both=True), ("joint", "lens")),
     "five ablations": (
         lambda: made(6, None, ("zero", "mean", "resample", "noise", "zero_stream"), mixers=("mamba", "attention")),
         ("joint", "fragility"),
@@ -359,6 +374,24 @@ def test_mixers_are_shown_when_there_are_several():
     assert looks[0][1] != looks[2][1]
     assert {"mamba2", "attention"} <= set(words(figure).split("\n"))
     assert len(usual("joint").axes) == 3
+
+
+def test_recovery_and_the_plain_lens_stand_beside_the_rest():
+    result = made(7, both=True)
+    figure = draw(result, "joint")
+    panel = next(axes for axes in figure.axes if axes.get_ylabel() == "recovery")
+    points = next(line for line in panel.get_lines() if len(line.get_xdata()) == 7)
+    assert np.array_equal(points.get_ydata(), result.blocks["recovery"], equal_nan=True)
+    expected = result.blocks[["block", "recovery_low", "recovery_high"]].to_numpy()
+    assert np.allclose(whiskers(panel), expected[:-1])
+    assert "undefined for 1" in words(figure).replace("\n", " ")
+    for name in ("joint", "lens"):
+        drawn = draw(result, name)
+        assert "plain logit lens" in words(drawn)
+        p = np.exp(result.arrays["plain/log_p"][:, :9]).mean(axis=1)
+        if name == "lens":
+            assert holds(lines(drawn), np.arange(8) - 0.5, p)
+    assert not any(axes.get_ylabel() == "recovery" for axes in usual("joint").axes)
 
 
 def test_evolution_draws_medians_and_quartiles():

@@ -5,6 +5,7 @@ import resource
 from functools import partial
 
 import numpy as np
+import oracle
 import pandas as pd
 import pytest
 import torch
@@ -12,9 +13,10 @@ from planted import planted
 from tiny import VOCAB, tiny, word_tokenizer
 
 import tracer
-from tracer import ablations, logit_lens, measures, tracing
+from tracer import ablations, logit_lens, measures, measuring
 from tracer.probes import Probe
 from tracer.results import FILES, PARTIAL
+from tracer.tuned_lens import TunedLens
 
 PROBES = [
     Probe(" ".join(f"w{3 + (i * j) % 50}" for j in range(1, 3 + i % 5)), f" w{60 + i % 12}", f"group-{i % 2}", f"p{i}")
@@ -66,7 +68,7 @@ def test_interrupted_trace_goes_on_and_equals_an_uninterrupted_one(model, tmp_pa
     settings = SETTINGS | {"batch_tokens": 128}
     whole = tracer.trace(model, PROBES, out=tmp_path / "whole", **settings)
     assert whole.run["work"]["batches"] >= 4
-    real, calls = tracing.run, []
+    real, calls = measuring.run, []
 
     def breaks(*args, **kwargs):
         if len(calls) == 2:
@@ -74,7 +76,7 @@ def test_interrupted_trace_goes_on_and_equals_an_uninterrupted_one(model, tmp_pa
         calls.append(1)
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(tracing, "run", breaks)
+    monkeypatch.setattr(measuring, "run", breaks)
     with pytest.raises(interrupt):
         tracer.trace(model, PROBES, out=tmp_path / "run", **settings)
     assert len(list((tmp_path / "run" / PARTIAL).glob("*.safetensors"))) == 2
@@ -86,7 +88,7 @@ def test_interrupted_trace_goes_on_and_equals_an_uninterrupted_one(model, tmp_pa
         tracer.trace(model, PROBES, out=tmp_path / "run", resume=True, **(settings | {"seed": 1}))
 
     counted = []
-    monkeypatch.setattr(tracing, "run", lambda *a, **k: counted.append(1) or real(*a, **k))
+    monkeypatch.setattr(measuring, "run", lambda *a, **k: counted.append(1) or real(*a, **k))
     resumed = tracer.trace(model, PROBES, out=tmp_path / "run", resume=True, **settings)
     assert len(counted) == whole.run["work"]["batches"] - 2
     same(whole, resumed)
@@ -96,7 +98,7 @@ def test_interrupted_trace_goes_on_and_equals_an_uninterrupted_one(model, tmp_pa
 def test_interrupted_replacement_keeps_the_old_result_and_can_be_resumed(model, tmp_path, monkeypatch):
     settings = {"batch_tokens": 128, "progress": False}
     old = tracer.trace(model, PROBES, out=tmp_path / "run", **settings)
-    real, calls = tracing.run, []
+    real, calls = measuring.run, []
 
     def breaks(*args, **kwargs):
         calls.append(1)
@@ -104,7 +106,7 @@ def test_interrupted_replacement_keeps_the_old_result_and_can_be_resumed(model, 
             raise KeyboardInterrupt
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(tracing, "run", breaks)
+    monkeypatch.setattr(measuring, "run", breaks)
     with pytest.raises(KeyboardInterrupt):
         tracer.trace(model, PROBES, out=tmp_path / "run", seed=4, force=True, **settings)
     same(old, tracer.TraceResult.load(tmp_path / "run"))
@@ -142,7 +144,7 @@ def test_trace_that_raises_in_the_middle_leaves_the_model_as_it_was(monkeypatch,
 
 def test_finished_trace_is_loaded_not_repeated(model, tmp_path, monkeypatch):
     first = tracer.trace(model, PROBES, out=tmp_path / "run", progress=False)
-    monkeypatch.setattr(tracing, "run", None)
+    monkeypatch.setattr(measuring, "run", None)
     same(first, tracer.trace(model, PROBES, out=tmp_path / "run", resume=True, progress=False))
     with pytest.raises(tracer.InputError, match="holds a result with another arguments"):
         tracer.trace(model, PROBES, out=tmp_path / "run", positions="last", resume=True, progress=False)
@@ -375,8 +377,111 @@ def test_no_more_than_one_chunk_of_logits_at_a_time(model, monkeypatch, rows):
 
     unembed = logit_lens.unembed
     monkeypatch.setattr(logit_lens, "unembed", counting)
-    monkeypatch.setattr(tracing, "measure", partial(measures.measure, max_logits=rows * VOCAB))
+    monkeypatch.setattr(measuring, "measure", partial(measures.measure, max_logits=rows * VOCAB))
     chunked = tracer.trace(model, PROBES, progress=False)
     assert max(chunks) <= rows
     assert np.allclose(whole.arrays["jsd_zero"], chunked.arrays["jsd_zero"], atol=1e-6)
     assert np.allclose(whole.arrays["log_p"], chunked.arrays["log_p"], atol=1e-5)
+
+
+PAIRS = [
+    Probe(
+        prompt=f"w{i} w{i + 7} w{2 * i}",
+        target=f" w{i + 3}",
+        group=f"group-{i % 2}",
+        id=f"p{i}",
+        corrupt=f"w{i + 1} w{i + 7} w{2 * i}",
+        corrupt_target=f" w{i + 4}",
+    )
+    for i in range(20, 34)
+]
+
+
+def test_recovery_stands_beside_fragility(model, tmp_path):
+    """The whole contribution of a block in the clean run, added in the corrupt run in place of its own, by hand."""
+    planted_model = tracer.load(planted(2), word_tokenizer(64))
+    probes = [
+        Probe(f"w{i} w{i + 1}", f" w{i + 2}", "g", f"p{i}", corrupt=f"w{i} w{i + 5}", corrupt_target=f" w{i + 6}")
+        for i in range(12)
+    ]
+    result = tracer.trace(planted_model, probes, recovery=True, progress=False, out=tmp_path / "run")
+    recovery = result.blocks["recovery"]
+    # Block 2 writes the answer, from what the embedding says: nothing else brings it back.
+    assert recovery[2] > 0.9
+    assert recovery.drop(2).abs().max() < 0.1
+    assert result.run["recovery"]["n"] == 12
+    again = tracer.TraceResult.load(tmp_path / "run")
+    assert np.array_equal(again.arrays["recovery"], result.arrays["recovery"])
+    assert "Recovery: share of the answer" in again.summary()
+    assert "recovery" not in tracer.trace(planted_model, probes, progress=False).blocks
+
+
+def test_recovery_needs_corrupt_prompts(model):
+    with pytest.raises(tracer.InputError, match="none of the .* has a usable corrupt prompt"):
+        tracer.trace(model, PROBES, recovery=True, progress=False)
+
+
+def test_interrupted_recovery_goes_on(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(measuring, "RECOVERY_PROBES", 5)
+    whole = tracer.trace(model, PAIRS, recovery=True, progress=False)
+    real, calls = measuring.block_recovery, []
+
+    def breaks(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(measuring, "block_recovery", breaks)
+    with pytest.raises(KeyboardInterrupt):
+        tracer.trace(model, PAIRS, recovery=True, progress=False, out=tmp_path / "run")
+    monkeypatch.setattr(measuring, "run", None)  # every batch is done
+    monkeypatch.setattr(measuring, "block_recovery", real)
+    again = tracer.trace(model, PAIRS, recovery=True, progress=False, out=tmp_path / "run", resume=True)
+    assert np.array_equal(again.arrays["recovery"], whole.arrays["recovery"], equal_nan=True)
+
+
+def lens_of(model: tracer.TracedModel, scale: float) -> TunedLens:
+    """A lens that adds each entry to its neighbour, more at later depths; with scale 1 it changes nothing."""
+    neighbour = torch.eye(64).roll(1, 0)
+    weight = torch.stack([neighbour * (scale - 1) * (depth + 1) for depth in range(model.n_blocks)])
+    bias = torch.zeros(model.n_blocks, 64)
+    return TunedLens(weight, bias, model.tail_fingerprint(), model.name, {"depths": [], "dtype": "float32"})
+
+
+def test_readout_by_a_tuned_lens_has_the_plain_one_beside_it(tmp_path):
+    model = tracer.load(tiny("gpt2"), word_tokenizer())
+    plain = tracer.trace(model, PROBES, progress=False)
+    zero = tracer.trace(model, PROBES, readout="tuned", tuned_lens=lens_of(model, 1.0), progress=False)
+    for name in ("log_p", "entropy", "kl_to_final", "rank"):
+        assert np.allclose(zero.arrays[name], plain.arrays[name], atol=1e-5)
+        assert np.allclose(zero.arrays[f"plain/{name}"], plain.arrays[name], atol=1e-5)
+    lens = lens_of(model, 1.5)
+    tuned = tracer.trace(model, PROBES, readout="tuned", tuned_lens=lens, progress=False, out=tmp_path / "run")
+    assert np.allclose(tuned.arrays["plain/log_p"], plain.arrays["log_p"], atol=1e-5)
+    assert np.allclose(tuned.arrays["log_p"][-1], plain.arrays["log_p"][-1], atol=1e-5)
+    assert np.abs(tuned.arrays["log_p"][:-1] - plain.arrays["log_p"][:-1]).max() > 0.05
+    assert np.allclose(tuned.arrays["jsd_zero"], plain.arrays["jsd_zero"], atol=1e-6), "the output has no lens"
+    row, depth = 2, 1
+    ids = [int(word[1:]) for word in PROBES[row].prompt.split()]
+    stream = oracle.streams(model.model, ids)[depth]
+    translated = oracle.lens(model.model, ids, stream + stream @ lens.weight[depth].T)[-1]
+    target = int(PROBES[row].target.strip()[1:])
+    assert tuned.arrays["log_p"][depth, row] == pytest.approx(translated[target].item(), abs=1e-4)
+    assert tuned.run["readout"] == "tuned"
+    assert len(tuned.run["plain"]["groups"]) == len(tuned.run["groups"])
+    again = tracer.TraceResult.load(tmp_path / "run")
+    assert "Both lenses: median particle block" in again.summary()
+    again.plot("joint")
+    again.plot("lens")
+
+
+def test_tuned_readout_without_its_lens_or_on_another_model_is_refused(model):
+    with pytest.raises(tracer.InputError, match="needs tuned_lens="):
+        tracer.trace(model, PROBES, readout="tuned", progress=False)
+    lens = lens_of(tracer.load(tiny("gpt2"), word_tokenizer()), 1.5)
+    with pytest.raises(tracer.InputError, match="the readout is 'logit'"):
+        tracer.trace(model, PROBES, tuned_lens=lens, progress=False)
+    other = tiny("gpt2", seed=1)
+    with pytest.raises(tracer.InputError, match="has the tail"):
+        tracer.trace(tracer.load(other, word_tokenizer()), PROBES, readout="tuned", tuned_lens=lens, progress=False)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from tracer.models.catalogue import fetch
     from tracer.models.traced import TracedModel, load
     from tracer.particle import ParticleRule
+    from tracer.patch_results import PatchResult
+    from tracer.patching import patch
     from tracer.probes import Probe, ProbeSet, read_probes
     from tracer.results import TraceResult
     from tracer.tracing import trace
@@ -31,6 +33,8 @@ _HOME = {
     "TracedModel": "tracer.models.traced",
     "load": "tracer.models.traced",
     "ParticleRule": "tracer.particle",
+    "PatchResult": "tracer.patch_results",
+    "patch": "tracer.patching",
     "Probe": "tracer.probes",
     "ProbeSet": "tracer.probes",
     "read_probes": "tracer.probes",
@@ -43,6 +47,7 @@ __all__ = [
     "InputError",
     "ModelRefused",
     "ParticleRule",
+    "PatchResult",
     "Probe",
     "ProbeSet",
     "TraceResult",
@@ -50,6 +55,7 @@ __all__ = [
     "TracerError",
     "fetch",
     "load",
+    "patch",
     "read_probes",
     "trace",
 ]

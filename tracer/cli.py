@@ -39,7 +39,8 @@ def _model_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "--backend",
             default="auto",
             show_default=True,
-            help="How to reach the streams: auto, hooks or transformer_lens.",
+            help="How to reach the streams: hooks (the model's own block calls), transformer_lens (a TransformerBridge "
+            "booted around it), or auto (the bridge where TransformerLens lists the class and it is exact, or hooks).",
         ),
         click.option("--quiet", "-q", is_flag=True, help="No progress bars."),
     )
@@ -109,6 +110,7 @@ def fetch(name: str, force: bool, quiet: bool) -> None:
     show_default=True,
     help="Of zero (skip), mean, resample, noise, zero_stream, or none.",
 )
+@click.option("--parts", default="block", show_default=True, help="What is ablated: block, mixer, mlp.")
 @click.option("--positions", default="all", show_default=True, help="Where ablations act: all, not_first or last.")
 @click.option(
     "--target", default="single", show_default=True, help="Targets of several tokens: single, first or joint."
@@ -119,6 +121,9 @@ def fetch(name: str, force: bool, quiet: bool) -> None:
 @click.option("--noise-samples", default=8, show_default=True, help="Draws per probe for noise.")
 @click.option("--noise-scale", default=1.0, show_default=True, help="Noise in standard deviations of the contribution.")
 @click.option("--seed", default=0, show_default=True, help="Of donors, noise, permutations and bootstrap.")
+@click.option("--recovery", is_flag=True, help="Also patch each block into the run on the corrupt prompt.")
+@click.option("--readout", default="logit", show_default=True, help="Lens that particles are read by: logit or tuned.")
+@click.option("--tuned-lens", help="For --readout tuned: the file that tracer tuned-lens has written.")
 @click.option("--engine", help="onepass or full (default: what the self-check allows).")
 @click.option("--batch-tokens", default=2048, show_default=True, help="Most tokens in one call of a block.")
 @click.option("--out", required=True, help="Folder for the result and its figures.")
@@ -171,6 +176,110 @@ def trace(
         click.echo(f"\ntracer: interrupted; {kept if (folder / PARTIAL).exists() else 'nothing is lost'}", err=True)
         sys.exit(130)
     click.echo(f"\nsaved in {out}" + ("" if no_figures else ", figures in its folder figures"))
+
+
+@cli.command()
+@click.argument("model")
+@click.option("--probes", default="english", show_default=True, help="Shipped set or collection, JSONL or CSV file.")
+@click.option("--components", default="resid,mixer,mlp", show_default=True, help="Of resid, block, mixer and mlp.")
+@click.option(
+    "--direction", default="denoise", show_default=True, help="denoise (clean into corrupt) or noise (the reverse)."
+)
+@click.option(
+    "--positions", default="all", show_default=True, help="all, last, together, or columns from the last token (-1,-2)."
+)
+@click.option("--position-map", help="Column of the patched run to column of the other one, e.g. -1:-1,-2:-3.")
+@click.option("--metric", default="logit_diff", show_default=True, help="logit_diff, log_p or p of the target.")
+@click.option("--min-gap", type=float, help="Least clean - corrupt of the metric (default: 1 nat, for p 0.1).")
+@click.option("--groups", help="Only these groups, separated by commas.")
+@click.option("--limit", type=int, help="Only the first N usable pairs of each group.")
+@click.option("--target", default="single", show_default=True, help="Targets of several tokens: single or first.")
+@click.option("--seed", default=0, show_default=True, help="Of the bootstrap.")
+@click.option("--engine", help="onepass or full (default: what the self-check allows).")
+@click.option("--batch-tokens", default=2048, show_default=True, help="Most tokens in one call of a block.")
+@click.option("--out", required=True, help="Folder for the result and its figure.")
+@click.option("--force", is_flag=True, help="Replace the result in --out.")
+@click.option("--skip-bad", is_flag=True, help="Count probes that cannot be patched instead of refusing the set.")
+@click.option("--no-figures", is_flag=True, help="Write the numbers only.")
+@_model_options
+def patch(model: str, out: str, no_figures: bool, quiet: bool, groups: str | None, **options: Any) -> None:
+    r"""Patch runs of MODEL on pairs of prompts: at which depth and position it holds the answer.
+
+    Probes need a corrupt prompt with another answer (corrupt, corrupt_target), of equal length unless a position map
+    says which token stands for which.
+
+    \b
+    Examples:
+      tracer patch smollm2-135m-instruct-q4_1 --probes en-capitals --out runs/patch
+      tracer patch ./my-model --probes my.jsonl --components resid --position-map=-1:-1 --out runs/last
+      tracer patch gemma3-270m-q4_k_m --probes zh-capitals --direction noise --positions=-1,-2 --out runs/noise
+    """
+    from tracer.patch_results import FILES
+    from tracer.patching import patch as run_patch
+    from tracer.results import check_free
+
+    folder, done = Path(out), False
+    load_options = {key: options.pop(key) for key in _LOAD_OPTIONS}
+    try:
+        # What costs nothing is checked before the model is opened.
+        check_free(folder, force=options["force"], files=FILES)
+        result = run_patch(
+            model,
+            groups=None if groups is None else [name.strip() for name in groups.split(",") if name.strip()],
+            out=out,
+            progress=not quiet,
+            load_options=load_options,
+            **options,
+        )
+        done = True
+        click.echo(result.summary())
+        if not no_figures:
+            from tracer.plots import write_figures
+
+            write_figures({"patching": result.plot}, folder / "figures", force=True)
+    except KeyboardInterrupt:
+        click.echo(f"\ntracer: interrupted; {'the numbers are saved' if done else 'nothing was written'}", err=True)
+        sys.exit(130)
+    click.echo(f"\nsaved in {out}" + ("" if no_figures else ", the figure in its folder figures"))
+
+
+@cli.command("tuned-lens")
+@click.argument("model")
+@click.option("--text", required=True, help="UTF-8 text file, or a folder of .txt files.")
+@click.option("--out", required=True, help="File for the lens (.safetensors).")
+@click.option("--tokens", default=32768, show_default=True, help="Most tokens of the text that are read.")
+@click.option("--seq-length", default=128, show_default=True, help="Most tokens of one sequence.")
+@click.option("--steps", default=192, show_default=True, help="Gradient steps after the regression.")
+@click.option("--batch", default=32, show_default=True, help="Positions of one gradient step.")
+@click.option("--held-out", default=0.1, show_default=True, help="Share of the text that judges the lens.")
+@click.option("--seed", default=0, show_default=True, help="Of the split, the batches and the bootstrap.")
+@click.option("--force", is_flag=True, help="Replace the lens in --out.")
+@_model_options
+def tuned_lens(model: str, text: str, out: str, force: bool, quiet: bool, **options: Any) -> None:
+    r"""Train a tuned lens for MODEL on a text: affine translators that bring every depth near the model's output.
+
+    The plain logit lens is unreliable in early layers of some models. The lens is saved with a hash of the tail that
+    it belongs to, and refused on another model. Printed is the KL to the output on held-out text, before and after.
+
+    \b
+    Example:
+      tracer tuned-lens smollm2-135m-instruct-q4_1 --text book.txt --out smollm2-lens.safetensors
+      tracer trace smollm2-135m-instruct-q4_1 --readout tuned --tuned-lens smollm2-lens.safetensors --out runs/tuned
+    """
+    from tracer.models.traced import load
+    from tracer.tuned_lens import check_lens_path, text_files, train_tuned_lens
+
+    load_options = {key: options.pop(key) for key in _LOAD_OPTIONS}
+    try:
+        # What costs nothing is checked before the model is opened.
+        check_lens_path(out, force=force)
+        text_files(text)
+        opened = load(model, progress=not quiet, **load_options)
+        lens = train_tuned_lens(opened, text, out=out, force=force, progress=not quiet, **options)
+    except KeyboardInterrupt:
+        click.echo("\ntracer: interrupted; nothing was written", err=True)
+        sys.exit(130)
+    click.echo(f"{lens.summary()}\n\nsaved in {out}")
 
 
 _LOAD_OPTIONS = ("dtype", "device", "device_map", "revision", "trust_remote_code", "backend")

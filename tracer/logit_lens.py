@@ -4,9 +4,10 @@ After nostalgebraist (2020). The tail is never re-implemented: the model runs wi
 can be done on single positions (`ReplayedTail`), many depths and ablations share one call; where what follows the
 blocks needs more than the last residual, the lens at depth d is a whole forward without the blocks from d on
 (`WholeForwards`). Both are the same function of the stream on models that allow both.
+A tuned lens (Belrose et al. 2023) translates the stream of a depth before the same tail reads it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -18,6 +19,9 @@ from tracer.models.plain import Adapter, BlockSite, State
 from tracer.models.selfcheck import Tail
 from tracer.models.streams import copied, unembed
 from tracer.models.tokens import TokenBatch
+
+Translate = Callable[[int, Tensor], Tensor]
+"""From a depth and the stream there (single positions in the model's layout) to another stream of the same shape."""
 
 
 @runtime_checkable
@@ -37,28 +41,35 @@ class ReplayedTail:
         batch: the tokens.
         reads: where the streams were read.
         streams: what the engine returned.
+        translate: from a depth and its stream to the stream that is unembedded; a tuned lens.
     """
 
-    def __init__(self, adapter: Adapter, batch: TokenBatch, reads: Reads, streams: ReadStreams):
+    def __init__(
+        self,
+        adapter: Adapter,
+        batch: TokenBatch,
+        reads: Reads,
+        streams: ReadStreams,
+        translate: Translate | None = None,
+    ):
         assert streams.clean is not None
         assert streams.ablated is not None
         self._adapter = adapter
-        self._streams = (*streams.clean, *streams.ablated)
+        clean = streams.clean
+        if translate is not None:
+            clean = tuple(translate(depth, stream) for depth, stream in enumerate(clean))
+        self._streams = (*clean, *streams.ablated)
         self._tokens = batch.ids[reads.rows, reads.positions]
 
     def logits(self, items: Sequence[int], reads: Sequence[int]) -> Float[Tensor, "items reads vocab"]:
         """See `Lens`."""
         dim = self._adapter.anatomy.batch_dim
         index = torch.as_tensor(reads)
-        chosen = [self.stream(item) for item in items]
+        chosen = [self._streams[item] for item in items]
         device = chosen[-1].device  # a model spread over devices leaves its streams where its blocks are
         stacked = torch.cat([x.index_select(dim, index.to(x.device)).to(device) for x in chosen], dim)
         logits = unembed(self._adapter, stacked, self._tokens[index].repeat(len(items)))
         return logits.view(len(items), len(reads), -1)
-
-    def stream(self, item: int) -> Tensor:
-        """What is unembedded for an item: single positions in the model's layout."""
-        return self._streams[item]
 
 
 class WholeForwards:
@@ -114,8 +125,10 @@ def open_lens(
     variants: Sequence[StreamVariant],
     edits: StreamEdits,
     streams: ReadStreams,
+    translate: Translate | None = None,
 ) -> Lens:
-    """The lens that the self-check allows."""
+    """The lens that the self-check allows; only a replayed tail can be tuned."""
     if tail == "whole":
+        assert translate is None
         return WholeForwards(adapter, batch, reads, variants, edits)
-    return ReplayedTail(adapter, batch, reads, streams)
+    return ReplayedTail(adapter, batch, reads, streams, translate)

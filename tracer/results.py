@@ -9,7 +9,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,15 +122,7 @@ class TraceResult:
         """
         target = Path(folder)
         check_free(target, force=force)
-        contents: dict[str, bytes] = {
-            "arrays.safetensors": save({k: np.ascontiguousarray(v) for k, v in self.arrays.items()}),
-            "blocks.csv": self.blocks.to_csv(index=False, lineterminator="\n").encode(),
-            "probes.jsonl": "".join(
-                json.dumps(_nulls(row), ensure_ascii=False) + "\n" for row in self.probes.to_dict("records")
-            ).encode(),
-            "run.json": (json.dumps(_nulls(self.run), ensure_ascii=False, indent=1) + "\n").encode(),
-        }
-        return write_folder(target, contents)
+        return write_folder(target, packed(FILES, self.arrays, self.blocks, self.probes, self.run))
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> "TraceResult":
@@ -139,28 +131,8 @@ class TraceResult:
         Raises:
             InputError: there is none, it is unfinished or damaged, or a later version wrote it.
         """
-        source = Path(folder)
-        if not source.is_dir():
-            raise InputError(f"no result folder {str(source)!r}: pass the --out folder of a finished trace")
-        missing = [name for name in FILES if not (source / name).is_file()]
-        if missing:
-            unfinished = "; its trace was interrupted, go on with --resume" if (source / PARTIAL).is_dir() else ""
-            raise InputError(f"{str(source)!r} is not a finished result ({missing[0]} is missing){unfinished}")
-        try:
-            run = json.loads((source / "run.json").read_text(encoding="utf-8"))
-            if run["schema"] != SCHEMA:
-                raise InputError(
-                    f"{str(source)!r} has result schema {run['schema']}, this version reads {SCHEMA}: trace again"
-                )
-            # Not splitlines: a prompt may hold a line separator that JSON leaves as it is.
-            lines = (source / "probes.jsonl").read_text(encoding="utf-8").split("\n")
-            probes = typed_probes([json.loads(line) for line in lines if line])
-            blocks = pd.read_csv(source / "blocks.csv", dtype={"mixer": str, "module": str})
-            arrays = load_file(source / "arrays.safetensors")
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
-            if isinstance(error, InputError):
-                raise
-            raise InputError(f"{str(source)!r} is damaged ({error}): trace again with --force") from error
+        types = {"mixer": str, "module": str}
+        arrays, blocks, probes, run = unpacked(Path(folder), FILES, SCHEMA, "trace", types, typed_probes)
         return cls(run, probes, blocks, arrays)
 
 
@@ -171,7 +143,7 @@ WRITING = ".writing"
 """Folder in which files are staged; left only by a process that was killed, and removed by the next."""
 
 
-def check_free(folder: Path, *, force: bool = False) -> None:
+def check_free(folder: Path, *, force: bool = False, files: Sequence[str] = FILES) -> None:
     """Raise InputError when `folder` cannot take a result: in use by one (unless `force`), or by something else."""
     try:
         if not folder.exists():
@@ -181,9 +153,9 @@ def check_free(folder: Path, *, force: bool = False) -> None:
         names = {path.name for path in folder.iterdir()} - {PARTIAL, WRITING, "figures"}
     except OSError as error:
         raise InputError(f"{str(folder)!r} cannot be used: {error.strerror or error}") from error
-    if names - set(FILES):
+    if names - set(files):
         raise InputError(
-            f"{str(folder)!r} holds other files ({sorted(names - set(FILES))[0]}): pass a folder of its own"
+            f"{str(folder)!r} holds other files ({sorted(names - set(files))[0]}): pass a folder of its own"
         )
     if "run.json" in names and not force:
         raise InputError(f"{str(folder)!r} already holds a result: pass another folder, or force to replace it")
@@ -192,6 +164,69 @@ def check_free(folder: Path, *, force: bool = False) -> None:
 def typed_probes(rows: list[dict[str, Any]]) -> pd.DataFrame:
     """The table of probes with the types that do not follow from the values: blocks and rises may all be missing."""
     return pd.DataFrame(rows).astype({"particle": "Int64", "rise": float})
+
+
+def packed(
+    files: Sequence[str],
+    arrays: Mapping[str, np.ndarray],
+    table: pd.DataFrame,
+    probes: pd.DataFrame,
+    run: Mapping[str, Any],
+) -> dict[str, bytes]:
+    """Contents of the files of a result, in the order in which they are named: arrays, table, probes and run."""
+    lines = (json.dumps(_nulls(row), ensure_ascii=False) + "\n" for row in probes.to_dict("records"))
+    contents = (
+        save({key: np.ascontiguousarray(array) for key, array in arrays.items()}),
+        table.to_csv(index=False, lineterminator="\n").encode(),
+        "".join(lines).encode(),
+        (json.dumps(_nulls(run), ensure_ascii=False, indent=1) + "\n").encode(),
+    )
+    return dict(zip(files, contents, strict=True))
+
+
+def unpacked(
+    folder: Path,
+    files: Sequence[str],
+    schema: int,
+    verb: str,
+    types: Mapping[str, Any],
+    probes_of: Callable[[list[dict[str, Any]]], pd.DataFrame],
+) -> tuple[dict[str, np.ndarray], pd.DataFrame, pd.DataFrame, dict[str, Any]]:
+    """Arrays, table, probes and run of a saved result; see `packed`.
+
+    Args:
+        folder: of the result.
+        files: its files.
+        schema: that this version reads.
+        verb: that makes such a result, for messages.
+        types: of columns of the table that do not follow from their values.
+        probes_of: from rows to the table of probes.
+
+    Raises:
+        InputError: there is none, it is unfinished or damaged, or a later version wrote it.
+    """
+    if not folder.is_dir():
+        raise InputError(f"no result folder {str(folder)!r}: pass the --out folder of a finished {verb}")
+    missing = [name for name in files if not (folder / name).is_file()]
+    if missing:
+        unfinished = f"; its {verb} was interrupted, go on with --resume" if (folder / PARTIAL).is_dir() else ""
+        raise InputError(f"{str(folder)!r} is not a finished result ({missing[0]} is missing){unfinished}")
+    arrays, table, probes, run = (folder / name for name in files)
+    try:
+        about = json.loads(run.read_text(encoding="utf-8"))
+        if about["schema"] != schema:
+            raise InputError(
+                f"{str(folder)!r} has result schema {about['schema']}, this version reads {schema}: {verb} again"
+            )
+        # Not splitlines: a prompt may hold a line separator that JSON leaves as it is.
+        rows = [json.loads(line) for line in probes.read_text(encoding="utf-8").split("\n") if line]
+        # Only an empty cell is missing: a group or a mixer may be called "nan".
+        frame = pd.read_csv(table, dtype=dict(types), keep_default_na=False, na_values=[""])
+        return load_file(arrays), frame, probes_of(rows), about
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{str(folder)!r} is damaged ({error}): {verb} again with --force") from error
 
 
 def write_folder(folder: Path, contents: Mapping[str, bytes]) -> Path:

@@ -16,6 +16,10 @@ MOST_FRAGILE = 5
 def summary_of(result: TraceResult) -> str:
     """What was measured, where the groups are executed, which blocks are fragile, and what to beware of."""
     parts = [_head(result), _groups(result)]
+    if result.run["plain"] is not None:
+        parts.append(_plain_lens(result))
+    if result.run["recovery"] is not None:
+        parts.append(_recovered(result))
     parts += [_fragile(result, kind) for kind in result.ablations]
     notes = [*result.run["warnings"], *_about_probes(result)]
     if notes:
@@ -62,6 +66,41 @@ def _groups(result: TraceResult) -> str:
         overall = result.run["particle_block"]
         title += f"; over groups {block:.3g} {_range(overall['low'], overall['high'])}"
     return title + "\n" + _table(("group", "probes", "answered", "p", "block", "depth"), rows, left=(0, 4, 5))
+
+
+def _plain_lens(result: TraceResult) -> str:
+    """What the plain lens would have said."""
+    plain = result.run["plain"]
+    rows = []
+    for tuned, group in zip(result.run["groups"], plain["groups"], strict=True):
+        blocks = ("none" if g["why_not"] else f"{g['block']['estimate']:.3g}" for g in (tuned, group))
+        rows.append((tuned["group"], *blocks))
+    overall = [result.run["particle_block"]["estimate"], plain["particle_block"]["estimate"]]
+    rows.append(("over groups", *("none" if block is None else f"{block:.3g}" for block in overall)))
+    return "Both lenses: median particle block\n" + _table(("group", "tuned lens", "plain lens"), rows, left=(0,))
+
+
+def _recovered(result: TraceResult) -> str:
+    """The blocks whose contribution brings most of the answer back."""
+    about = result.run["recovery"]
+    title = (
+        f"Recovery: share of the answer that a block's contribution brings back into the run on the corrupt prompt, "
+        f"n = {about['n']} (undefined for {about['undefined']})"
+    )
+    if not about["n"]:
+        return title
+    blocks = result.blocks.sort_values("recovery", ascending=False).head(MOST_FRAGILE)
+    rows = [
+        (
+            str(row["block"]),
+            row["mixer"],
+            f"{row['recovery']:.2f}  {_range(row['recovery_low'], row['recovery_high'], '.2f')}",
+        )
+        for row in blocks.to_dict("records")
+    ]
+    return f"{textwrap.fill(title, WIDTH, subsequent_indent='  ')}\n" + _table(
+        ("block", "mixer", "recovery"), rows, left=(1, 2)
+    )
 
 
 def _fragile(result: TraceResult, kind: str) -> str:

@@ -15,8 +15,9 @@ from tracer.measures import Measures
 from tracer.models.anatomy import Anatomy
 from tracer.particle import NO_BLOCK, GroupParticle, ParticleRule, group_null, group_particle, task_particles
 from tracer.probes import TokenizedProbe, Tokenizer
+from tracer.recovery import MIN_GAP
 from tracer.results import typed_probes
-from tracer.statistics import MIN_SEEDS, t_interval
+from tracer.statistics import MIN_SEEDS, bootstrap_profile, t_interval
 
 LATE_SHARE = 0.9
 """Particles beyond this share of the depth may say more about the lens than about the model."""
@@ -55,13 +56,25 @@ def by_kind(measures: Measures, variants: Sequence[Variant], n_blocks: int) -> d
 def particles_of(
     items: Sequence[TokenizedProbe],
     table: TargetTable,
-    arrays: dict[str, np.ndarray],
-    rivals: Mapping[str, np.ndarray],
+    unusable: Sequence[str],
     answered: np.ndarray,
     rule: ParticleRule,
     seed: int,
+    arrays: dict[str, np.ndarray],
+    rivals: Mapping[str, np.ndarray],
 ) -> tuple[np.ndarray, list[GroupParticle]]:
-    """Particles per probe and per group; adds every group's null band and rivals to `arrays`."""
+    """Particles per probe and per group; adds every group's null band and rivals to `arrays`.
+
+    Args:
+        items: the probes.
+        table: the targets of each group.
+        unusable: groups without a usable probe.
+        answered: per probe.
+        rule: which block is a particle.
+        seed: of the permutations and the bootstrap.
+        arrays: `log_p` `[depths, probes]`, through one lens.
+        rivals: per group the log-probability of its targets `[depths, probes, targets]`, through the same lens.
+    """
     groups = np.array([item.probe.group for item in items])
     particles = np.full(len(items), NO_BLOCK)
     results = []
@@ -75,7 +88,7 @@ def particles_of(
         arrays[f"rival_log_p/{group}"] = log_p.astype(np.float32)
         if band is not None:
             arrays[f"null_low/{group}"], arrays[f"null_high/{group}"] = band
-    return particles, results
+    return particles, results + [GroupParticle.unmeasured(group) for group in unusable]
 
 
 def fragilities(
@@ -199,6 +212,29 @@ def block_table(
             table[f"jsd_{kind}_draw_high"] = [interval.high for interval in seeds]
     after = evolution_table(arrays).drop(columns="depth").iloc[1:].reset_index(drop=True)
     return table.join(after)
+
+
+def recovery_columns(recovery: np.ndarray, groups: Sequence[str], seed: int) -> tuple[pd.DataFrame, dict[str, Any]]:
+    """The mean recovery of every block with its interval, and how many probes it comes from.
+
+    Args:
+        recovery: `[blocks, probes]`, missing for probes where it is undefined.
+        groups: group of each probe.
+        seed: of the bootstrap.
+    """
+    defined = ~np.isnan(recovery).any(axis=0)
+    of = [group for group, chosen in zip(groups, defined, strict=True) if chosen]
+    found = bootstrap_profile(np.ascontiguousarray(recovery[:, defined].T), of, seed=seed, label="recovery")
+    ends = {"recovery": found.mean, "recovery_low": found.low, "recovery_high": found.high}
+    nothing = np.full(len(recovery), np.nan)
+    about = {
+        "metric": "logit_diff",
+        "min_gap": MIN_GAP["logit_diff"],
+        "n": int(defined.sum()),
+        "undefined": int((~defined).sum()),
+        "intervals": found.method,
+    }
+    return pd.DataFrame({name: nothing if end is None else end for name, end in ends.items()}), about
 
 
 def warnings_of(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tiny import BLOCKS, FAMILIES, tiny, word_tokenizer
 from torch import nn
+from transformer_lens.model_bridge.sources import build_bridge_from_module
 
 import tracer
 from tracer.ablations import CalibrationSums
@@ -219,3 +220,27 @@ def test_fragility_by_kind_of_mixer():
     assert table["blocks"].to_dict() == {"gated_deltanet": 3, "attention": 1}
     assert table.loc["attention", "jsd"] == pytest.approx(result.arrays["jsd_zero"][3].mean())
     assert table.loc["gated_deltanet", "jsd"] == pytest.approx(result.arrays["jsd_zero"][:3].mean())
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "bloom", "falcon_h1"])
+def test_parts_through_a_bridge_of_transformer_lens(family):
+    """The bridge wraps the block, its attention and its MLP; what they add is the same."""
+    live = tiny(family)
+    bridge = build_bridge_from_module(live, type(live).__name__, hf_config=live.config, model_name="tiny").eval()
+    options = {"parts": ["mixer", "mlp"], "progress": False}
+    ours = tracer.trace(tracer.load(bridge, word_tokenizer()), PROBES, **options)
+    theirs = tracer.trace(tracer.load(tiny(family, attn_implementation="eager"), word_tokenizer()), PROBES, **options)
+    for part in ("mixer", "mlp"):
+        assert np.abs(ours.arrays[f"jsd_zero_{part}"] - theirs.arrays[f"jsd_zero_{part}"]).max() <= 1e-5
+        assert theirs.arrays[f"jsd_zero_{part}"].max() > 1e-3
+
+
+def test_a_large_stream_does_not_hide_a_small_part():
+    """Where the stream is thousands of times as large as what is added, its rounding is not held against the sum."""
+    model = tiny("llama")
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(3000)
+    sublayers = found(model)
+    assert sublayers.exact, sublayers.gaps
+    assert all([s.role for s in block] == ["mixer", "mlp"] for block in sublayers.blocks)
+    assert {s.scale for block in sublayers.blocks for s in block} == {1.0}

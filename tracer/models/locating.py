@@ -109,7 +109,7 @@ def locate(
             f"the blocks of {type(model).__name__} are not called in the same order for inputs of another shape, "
             "so they cannot be traced"
         )
-    (output_path, input_path), _ = min(pairs.items(), key=lambda item: (-item[1], len(item[0][0]), str(item[0])))
+    output_path, input_path = residual_paths(pairs)
     carried = carried_paths(found, output_path, input_path)
     stream = dict(leaves(found[0].arguments))[input_path]
     stream_again = dict(leaves(again[0].arguments))[input_path]
@@ -174,6 +174,11 @@ def block_calls(model: nn.Module, calls: Sequence[ModuleCall]) -> tuple[list[Mod
     repeated = len({call.name for call in merged}) < len(merged)
     linked = links_of(merged)[path] > sum(p[path] for c, p in chains.values() if c in alike)
     return (merged, links_of(merged)) if len(alike) > 1 and (repeated or linked) else (blocks, pairs)
+
+
+def residual_paths(links: Links) -> tuple[Path, Path]:
+    """Where the residual lies in a block's output and in its arguments: the paths that link most calls."""
+    return min(links, key=lambda pair: (-links[pair], len(pair[0]), str(pair)))
 
 
 def _shape(call: ModuleCall, path: Path) -> tuple[int, ...]:

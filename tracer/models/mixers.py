@@ -22,7 +22,7 @@ _WORDS = (
 def mixer_word(words: str) -> str | None:
     """The kind of sequence mixer that a module's name or class speaks of, or None; a label only."""
     words = words.lower()
-    if re.search(r"norm\b|rotary|mlp|feed_?forward|ffn|embedding|connection", words):
+    if re.search(r"norm\b|rotary|mlp|feed_?forward|ffn|embeddings?\b|connection", words):
         return None
     return next((kind for pattern, kind in _WORDS if re.search(pattern, words)), None)
 

@@ -28,7 +28,15 @@ from tracer.models.streams import copied
 Role = Literal["mixer", "mlp"]
 
 MAX_GAP = 1e-5
-"""Largest difference between the sum of the parts and the whole, relative to the largest entry of the whole."""
+"""Largest difference between the sum of the parts and the whole, relative to the whole's largest entry at a position.
+
+What the sum may lose by rounding where the stream itself is large is not counted: `ROUNDING` steps of its data type.
+"""
+
+ROUNDING = 4
+
+SNAP = 1e-4
+"""A scale this near to a whole number is that number: the fit knows it no better where the stream is large."""
 
 MOST_TERMS = 5
 """A block with more summands than this is not taken apart."""
@@ -191,13 +199,18 @@ def _solved(
     """The block's contribution as a sum of terms with their scales, and the relative gap of the best sum."""
     x, y = _flat(before), _flat(after)
     whole = y - x
+    rounding = ROUNDING * torch.finfo(after.dtype).eps * (np.abs(x) + np.abs(y))
+    # Every position counts alike: what is added at attention sinks can be a thousand times as large as elsewhere.
+    sizes = np.abs(whole.reshape(-1, before.shape[-1])).max(axis=1)
+    weights = np.repeat(1 / np.where(sizes > 0, sizes, np.inf), before.shape[-1])
     best = 1.0
     once = {call.name for call in calls if sum(other.module is call.module for other in calls) == 1}
     for depth in (1, 2, 3):
         chosen = _outermost(calls, depth, once)
         plain = [t for call in chosen if (t := _plain_term(call, before, (x, y))) is not None]
         for terms in (plain, *_adding(chosen, before, x)):
-            found, gap = _subset(_distinct(terms), whole, limit, MOST_TERMS if terms is plain else 2)
+            most = MOST_TERMS if terms is plain else 2
+            found, gap = _subset(_distinct(terms), whole * weights, rounding * weights, weights, limit, most)
             best = min(best, gap)
             if found and not _holds_both(found):
                 return found, gap
@@ -252,14 +265,18 @@ def _distinct(terms: Sequence[_Term]) -> list[_Term]:
 
 
 def _subset(
-    terms: Sequence[_Term], whole: np.ndarray, limit: float, most: int
+    terms: Sequence[_Term],
+    whole: np.ndarray,
+    rounding: np.ndarray,
+    weights: np.ndarray,
+    limit: float,
+    most: int,
 ) -> tuple[list[tuple[_Term, float]], float]:
     """The smallest set of terms that sums to the whole, and the relative gap of the best set tried."""
     best = 1.0
-    largest = np.abs(whole).max()
-    if not len(terms) or largest == 0:
+    if not len(terms) or not whole.any():
         return [], best
-    columns = np.stack([term.value for term in terms], axis=1)
+    columns = np.stack([term.value * weights for term in terms], axis=1)
     gram, right = columns.T @ columns, columns.T @ whole
     for size in range(1, most + 1):
         for chosen in combinations(range(len(terms)), size):
@@ -271,9 +288,10 @@ def _subset(
                 best = min(best, float(np.sqrt(max(rest, 0.0))))
                 continue
             scales = np.linalg.lstsq(columns[:, index], whole, rcond=None)[0]
-            scales = np.where(np.abs(scales - scales.round()) < 1e-5, scales.round(), scales)
+            scales = np.where(np.abs(scales - scales.round()) < SNAP, scales.round(), scales)
             adding = [terms[i].residual_path is not None for i in index]
-            gap = float(np.abs(columns[:, index] @ scales - whole).max() / largest)
+            off = np.abs(columns[:, index] @ scales - whole) - rounding
+            gap = max(0.0, float(off.max()))
             best = min(best, gap)
             if gap <= limit and (np.abs(scales) > 1e-4).all() and (scales[adding] == 1).all():
                 return [(terms[i], float(scale)) for i, scale in zip(index, scales, strict=True)], gap
@@ -341,7 +359,8 @@ def _skip_gap(adapter: Adapter, site: BlockSite, sublayers: Sequence[Sublayer], 
     assert rest[0] is not None
     assert before[0] is not None
     assert after[0] is not None
-    return ((rest[0] - before[0]).abs().max() / (after[0] - before[0]).abs().max().clamp_min(1e-30)).item()
+    off = (rest[0] - before[0]).abs() - ROUNDING * torch.finfo(rest[0].dtype).eps * before[0].abs()
+    return (off.amax(-1) / (after[0] - before[0]).abs().amax(-1).clamp_min(1e-30)).max().clamp_min(0).item()
 
 
 def _flat(x: Tensor) -> np.ndarray:

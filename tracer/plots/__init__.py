@@ -1,6 +1,7 @@
-"""The figures of a trace, drawn without pyplot and without touching anybody's settings."""
+"""Figures, drawn without pyplot and without touching anybody's settings."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from io import BytesIO
 from os import PathLike
 from pathlib import Path
@@ -27,7 +28,7 @@ FIGURES = tuple(_DRAWERS)
 
 DPI = 200
 
-__all__ = ["DPI", "FIGURES", "draw", "save_figures"]
+__all__ = ["DPI", "FIGURES", "draw", "save_figures", "write_figures"]
 
 
 def draw(result: TraceResult, figure: str = "joint") -> Figure:
@@ -51,13 +52,20 @@ def draw(result: TraceResult, figure: str = "joint") -> Figure:
 
 
 def save_figures(result: TraceResult, folder: str | PathLike[str], *, force: bool = False) -> list[Path]:
-    """Write every figure as PNG and SVG; the same numbers give the same bytes.
+    """Write every figure of a trace as PNG and SVG; see `write_figures`."""
+    return write_figures({name: partial(draw, result, name) for name in FIGURES}, folder, force=force)
+
+
+def write_figures(
+    drawers: Mapping[str, Callable[[], Figure]], folder: str | PathLike[str], *, force: bool = False
+) -> list[Path]:
+    """Write figures as PNG and SVG; the same numbers give the same bytes.
 
     Text in the SVG files is drawn as paths, so that they look the same where the font is missing; the title and the
     caption are also in their metadata.
 
     Args:
-        result: of a trace.
+        drawers: by name of the figure what draws it.
         folder: made where it does not exist.
         force: replace figures that are there.
 
@@ -68,14 +76,13 @@ def save_figures(result: TraceResult, folder: str | PathLike[str], *, force: boo
         InputError: figures are there already, or the folder cannot be written; then nothing is left half-written.
     """
     target = Path(folder)
-    names = [f"{figure}.{kind}" for figure in FIGURES for kind in ("png", "svg")]
-    there = [name for name in names if (target / name).exists()]
+    there = [f"{name}.{kind}" for name in drawers for kind in ("png", "svg") if (target / f"{name}.{kind}").exists()]
     if there and not force:
         raise InputError(f"{str(target)!r} already holds {there[0]}: pass another folder, or force to replace it")
     contents: dict[str, bytes] = {}
     with style():
-        for name in FIGURES:
-            drawn = draw(result, name)
+        for name, drawer in drawers.items():
+            drawn = drawer()
             contents[f"{name}.png"] = _rendered(drawn, "png", {"Software": None})
             drawn.set_layout_engine("none")  # the layout is made; making it again would take most of the time
             words = " ".join(drawn.get_supxlabel().replace(r"\$", "$").split())

@@ -20,13 +20,15 @@ from tracer.plots.fragility import (
     needs_log,
     set_jsd_axis,
 )
-from tracer.plots.lens import BARS, MEDIAN, marker_size, particle_shares
+from tracer.plots.lens import BARS, MEDIAN, marker_size, particle_shares, plain_lens_handles
 from tracer.plots.style import (
     BLACK,
     BLOCK_LABEL,
     GREEN,
     GREY,
     ORANGE,
+    PLAIN_CURVE,
+    PLAIN_LENS,
     PURPLE,
     READING,
     SKY,
@@ -53,9 +55,9 @@ MOST_ABLATIONS = 3
 def draw_joint(result: TraceResult) -> Figure:
     """Lens curves and particles above, fragility below, and the kinds of mixers where there are several."""
     mixers = list(dict.fromkeys(result.blocks["mixer"].fillna("unknown")))
-    hybrid = len(mixers) > 1
-    ratios = [3.0, 1.1, 3.4] + [0.35] * hybrid
-    figure = Figure(figsize=(8.0, 7.2 + 0.4 * hybrid), layout="constrained")
+    hybrid, patched = len(mixers) > 1, result.run["recovery"] is not None
+    ratios = [3.0, 1.1, 3.4] + [1.8] * patched + [0.35] * hybrid
+    figure = Figure(figsize=(8.0, 7.2 + 1.6 * patched + 0.4 * hybrid), layout="constrained")
     panels = figure.subplots(len(ratios), 1, sharex=True, height_ratios=ratios)
     lens, particles, fragility = panels[:3]
     set_block_axis(lens, len(result.blocks))
@@ -63,8 +65,10 @@ def draw_joint(result: TraceResult) -> Figure:
     _draw_particles(result, particles)
     _draw_fragility(result, fragility)
     handles = _handles(result)
+    if patched:
+        handles += _draw_recovery(result, panels[3])
     if hybrid:
-        handles += _draw_mixers(result, panels[3], mixers)
+        handles += _draw_mixers(result, panels[-1], mixers)
     panels[-1].set_xlabel(BLOCK_LABEL)
     add_legend(figure, handles)
     omitted = result.ablations[MOST_ABLATIONS:]
@@ -74,6 +78,7 @@ def draw_joint(result: TraceResult) -> Figure:
         "Probability of the target under the lens, task particles, and Jensen-Shannon divergence of the output when "
         "a block is ablated",
         READING,
+        *_about_recovery(result),
         *interval_notes(result),
         *([f"Not drawn here: {', '.join(omitted)}"] if omitted else []),
     )
@@ -83,15 +88,19 @@ def draw_joint(result: TraceResult) -> Figure:
 def _draw_lens(result: TraceResult, axes: Axes) -> None:
     axes.set_ylabel("p(target)")
     x = depth_positions(len(result.arrays["log_p"]))
-    curves = []
+    curves, plain_curves = [], []
     for group in result.run["groups"]:
         counted = in_group(result, group["group"]) & answered(result)
         if counted.any():
             curves.append(mean_probability(result, counted))
+            if result.run["plain"]:
+                plain_curves.append(mean_probability(result, counted, PLAIN_LENS))
             axes.plot(x, curves[-1], color="#A0A0A0", linewidth=0.8)
     if curves:
         size = marker_size(len(x))
         axes.plot(x, np.mean(curves, axis=0), color=BLACK, linewidth=1.8, marker=".", markersize=size, clip_on=False)
+        if result.run["plain"]:
+            axes.plot(x, np.mean(plain_curves, axis=0), **PLAIN_CURVE)
         probability_axis(axes)
     else:
         say(axes, "no probe is answered")
@@ -128,6 +137,33 @@ def _draw_fragility(result: TraceResult, axes: Axes) -> None:
         draw_profile(result, kind, axes, LOOKS[i % len(LOOKS)], shift)
 
 
+def _draw_recovery(result: TraceResult, axes: Axes) -> list[Artist]:
+    """Mean recovery of every block, with the values of an idle block (0) and of a sufficient one (1) marked."""
+    table = result.blocks
+    axes.set_ylabel("recovery")
+    for value in (0.0, 1.0):
+        axes.axhline(value, color=GREY, linewidth=0.8, zorder=0)
+    look: dict[str, Any] = {"color": PURPLE, "marker": "D", "markersize": 3.5, "linewidth": 1.0}
+    if table["recovery"].isna().all():
+        say(axes, "recovery is undefined for every probe")
+        return []
+    axes.plot(table["block"], table["recovery"], **look)
+    known = table[table["recovery_low"].notna()]
+    axes.vlines(known["block"], known["recovery_low"], known["recovery_high"], color=PURPLE, linewidth=1.2)
+    return [Line2D([], [], **look, label="recovery, contribution patched in")]
+
+
+def _about_recovery(result: TraceResult) -> list[str]:
+    recovery = result.run["recovery"]
+    if recovery is None:
+        return []
+    return [
+        "Recovery: share of the difference in log-odds of the two answers that comes back when a block's contribution "
+        f"in the clean run is put into the run on the corrupt prompt (n = {recovery['n']}, undefined for "
+        f"{recovery['undefined']})"
+    ]
+
+
 def _draw_mixers(result: TraceResult, axes: Axes, mixers: list[str]) -> list[Artist]:
     looks = {mixer: _mixer_look(i) for i, mixer in enumerate(mixers)}
     for block, mixer in enumerate(result.blocks["mixer"].fillna("unknown")):
@@ -145,8 +181,9 @@ def _mixer_look(i: int) -> dict[str, Any]:
 
 def _handles(result: TraceResult) -> list[Artist]:
     handles: list[Artist] = [
-        Line2D([], [], color=BLACK, linewidth=1.8, marker=".", label="lens, mean over groups"),
-        Line2D([], [], color="#A0A0A0", linewidth=0.8, label="lens, each group"),
+        Line2D([], [], color=BLACK, linewidth=1.8, marker=".", label=f"{result.run['readout']} lens, mean over groups"),
+        Line2D([], [], color="#A0A0A0", linewidth=0.8, label=f"{result.run['readout']} lens, each group"),
+        *plain_lens_handles(result),
         Patch(**BARS, label="particles, share of answered"),
     ]
     block = result.run["particle_block"]["estimate"]

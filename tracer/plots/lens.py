@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Float
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -14,6 +15,8 @@ from tracer.plots.style import (
     BLUE,
     GREY,
     ORANGE,
+    PLAIN_CURVE,
+    PLAIN_LENS,
     READING,
     SKY,
     add_caption,
@@ -69,7 +72,8 @@ def draw_lens(result: TraceResult) -> Figure:
     add_legend(
         figure,
         [
-            Line2D([], [], color=BLUE, marker=".", label="answered probes"),
+            Line2D([], [], color=BLUE, marker=".", label=f"answered probes, {result.run['readout']} lens"),
+            *plain_lens_handles(result),
             Line2D([], [], color=GREY, linestyle="--", linewidth=1, label="all probes"),
             Patch(**BAND, label="null band, 5 to 95 %"),
             Patch(**BARS, label="particles, share of answered probes"),
@@ -87,6 +91,11 @@ def draw_lens(result: TraceResult) -> Figure:
     return figure
 
 
+def plain_lens_handles(result: TraceResult) -> list[Artist]:
+    """The legend of the plain lens's curve, where the result has one beside a tuned lens."""
+    return [Line2D([], [], **PLAIN_CURVE, label="plain logit lens")] if result.run["plain"] else []
+
+
 def _draw_group(result: TraceResult, group: dict[str, Any], curve: Axes, strip: Axes) -> float:
     """Draw a group's two panels; returns the largest share of particles."""
     name = group["group"]
@@ -98,6 +107,8 @@ def _draw_group(result: TraceResult, group: dict[str, Any], curve: Axes, strip: 
     if counted.any():
         size = marker_size(len(x))
         curve.plot(x, mean_probability(result, counted), color=BLUE, marker=".", markersize=size, clip_on=False)
+        if result.run["plain"]:
+            curve.plot(x, mean_probability(result, counted, PLAIN_LENS), **PLAIN_CURVE)
     if f"null_low/{name}" in result.arrays:
         curve.fill_between(x, result.arrays[f"null_low/{name}"], result.arrays[f"null_high/{name}"], **BAND)
     shares = np.zeros(1)

@@ -2,7 +2,7 @@
 
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import PurePath
 from typing import Any
@@ -49,6 +49,11 @@ _WIDE_FONTS = (
     "Arial Unicode MS",
 )
 
+PLAIN_LENS = "plain/"
+"""Before the names of a result's arrays of the plain logit lens, where its own lens is a tuned one."""
+
+PLAIN_CURVE: dict[str, Any] = {"color": VERMILLION, "linestyle": (0, (4, 1.5)), "linewidth": 1.2}
+
 BLOCK_LABEL = "block b (depth d stands at d − 1/2: a rise over b is the work of block b)"
 READING = "Depth d, the output of block d − 1, stands at d − 1/2, so that a rise over a block is its work"
 
@@ -90,11 +95,11 @@ def plain(text: str, most: int = 60) -> str:
     return line.replace("$", r"\$")
 
 
-def model_name(result: TraceResult) -> str:
-    """The model's name; of a path only its last part, since the rest says where it lay and not what it is."""
-    name = str(result.run["model"]["name"])
+def model_name(run: Mapping[str, Any]) -> str:
+    """The model's name in a result; of a path only its last part: the rest says where it lay and not what it is."""
+    name = str(run["model"]["name"])
     path = PurePath(name)
-    is_path = result.run["model"]["kind"] in ("folder", "gguf") or path.is_absolute()
+    is_path = run["model"]["kind"] in ("folder", "gguf") or path.is_absolute()
     return plain(path.name or name if is_path else name)
 
 
@@ -109,13 +114,18 @@ def add_caption(figure: Figure, result: TraceResult, about: str, *more: str) -> 
         ablations = f"{kinds} {', '.join(result.ablations)} (positions: {arguments['positions']})"
     sentences = [
         about,
-        f"{model_name(result)}, {run['model']['dtype']}",
+        f"{model_name(run)}, {run['model']['dtype']}",
         f"n = {len(result.probes)} probes, {int(result.probes['answered'].sum())} answered, in "
         f"{len(groups)} {'group' if len(groups) == 1 else 'groups'}: {', '.join(groups)}",
         f"Particle rule {arguments['rule']}{settings if arguments['rule'] == 'first_rise' else ''}, "
         f"{run['readout']} lens; {ablations}; engine {run['engine']}",
         *more,
     ]
+    write_caption(figure, sentences)
+
+
+def write_caption(figure: Figure, sentences: Sequence[str]) -> None:
+    """Write sentences beneath the figure, in lines as wide as it is."""
     text = re.sub(r"(\w) ([=−]) (\w)", "\\1\N{NO-BREAK SPACE}\\2\N{NO-BREAK SPACE}\\3", ". ".join(sentences) + ".")
     text = _wrapped(text, 0.94 * 72 * figure.get_figwidth())
     figure.supxlabel(text, x=0.01, ha="left", fontsize=SMALL, linespacing=1.3)
@@ -186,9 +196,14 @@ def say(axes: Axes, text: str, width: int = 60) -> None:
     )
 
 
-def mean_probability(result: TraceResult, chosen: Bool[np.ndarray, "probes"]) -> Float[np.ndarray, "depths"]:
-    """`[depths]` mean probability of the target over the chosen probes, of which there is at least one."""
-    return np.exp(result.arrays["log_p"][:, chosen]).mean(axis=1)
+def mean_probability(
+    result: TraceResult, chosen: Bool[np.ndarray, "probes"], lens: str = ""
+) -> Float[np.ndarray, "depths"]:
+    """`[depths]` mean probability of the target over the chosen probes, of which there is at least one.
+
+    `lens` is `PLAIN_LENS` for what the plain logit lens reads where the result's own lens is a tuned one.
+    """
+    return np.exp(result.arrays[f"{lens}log_p"][:, chosen]).mean(axis=1)
 
 
 def in_group(result: TraceResult, group: str) -> Bool[np.ndarray, "probes"]:

@@ -1,0 +1,80 @@
+"""What all analyses share around their passes: what can be run, what it depends on, how it shows that it goes on."""
+
+import platform
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from typing import cast, get_args
+
+import torch
+import transformers
+from tqdm import tqdm
+
+from tracer.errors import InputError, one_of
+from tracer.models.selfcheck import Engine
+from tracer.models.traced import TracedModel
+from tracer.probes import TokenizedProbe
+
+
+def allowed_engine(model: TracedModel, engine: str | None) -> Engine:
+    """The engine that was asked for, by default the one that the self-check allows.
+
+    Raises:
+        InputError: an unknown one, or one that is not exact on this model.
+    """
+    if engine is None:
+        return model.engine
+    one_of("engine", engine, get_args(Engine))
+    if engine == "onepass" and model.engine == "full":
+        raise InputError(f"engine 'onepass' is not exact on {model.name} ({model.self_check.reason}): pass 'full'")
+    return cast(Engine, engine)
+
+
+def check_fit(model: TracedModel, items: Sequence[TokenizedProbe]) -> None:
+    """Refuse probes that the model has no positions or no embeddings for, before anything runs.
+
+    Raises:
+        InputError: names the first such probe.
+    """
+    for item in items:
+        length, largest = len(item.prompt_ids) + len(item.target_ids) - 1, max(item.prompt_ids + item.target_ids)
+        if model.positions is not None and length > model.positions:
+            raise InputError(
+                f"probe {item.probe.id} has {length} tokens, but {model.name} has {model.positions} positions: "
+                "shorten it"
+            )
+        known = min(model.anatomy.vocab, model.embeddings)
+        if largest >= known:
+            raise InputError(
+                f"probe {item.probe.id} has token {largest}, but {model.name} has only {known}: pass the "
+                "tokenizer, or the token ids, that belong to the model"
+            )
+
+
+def first_of_each_group(items: Sequence[TokenizedProbe], limit: int | None) -> tuple[TokenizedProbe, ...]:
+    """The first `limit` probes of each group, in the given order; all without a limit."""
+    seen: Counter[str] = Counter()
+    kept = []
+    for item in items:
+        seen[item.probe.group] += 1
+        if limit is None or seen[item.probe.group] <= limit:
+            kept.append(item)
+    return tuple(kept)
+
+
+def versions() -> dict[str, str]:
+    """Versions of what numbers depend on."""
+    return {
+        "tracer": version("layertracer"),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
+@contextmanager
+def token_bar(total: int, label: str, show: bool) -> Iterator[Callable[[int], object]]:
+    """A progress bar over the tokens that pass through blocks; yields the function that advances it."""
+    with tqdm(total=total, desc=label, unit="tok", unit_scale=True, disable=not show or total == 0) as bar:
+        yield bar.update
