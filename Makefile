@@ -10,7 +10,7 @@ MODEL := smollm2-135m-instruct-q4_1
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-hooked-transformer lint format clean
+.PHONY: help demo test test-hooked-transformer test-floor support lint format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-24s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,6 +33,23 @@ $(HOOKED)/.installed: $(VENV)/.installed-dev
 
 test-hooked-transformer: $(HOOKED)/.installed  ## test a live HookedTransformer with TransformerLens 3.9
 	PYTHONPATH=$(HOOKED) $(ONE_THREAD) $(BIN)/pytest tests/models/test_hooked_transformer.py
+
+# The oldest transformers that pyproject.toml allows, with the newest packages that it allows, likewise beside it.
+FLOOR := 5.9.0
+OLDEST := $(VENV)/transformers-$(FLOOR)
+
+$(OLDEST)/.installed: $(VENV)/.installed-dev
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(OLDEST) \
+		transformers==$(FLOOR) huggingface-hub==1.33.0 tokenizers==0.22.2
+	@touch $@
+
+test-floor: $(OLDEST)/.installed  ## test with the oldest transformers that is allowed, and tell the README
+	PYTHONPATH=$(OLDEST) $(ONE_THREAD) $(BIN)/pytest -n 2 tests/models tests/test_engine.py tests/test_tracing.py
+	PYTHONPATH=$(OLDEST) $(ONE_THREAD) $(BIN)/python tests/support_table.py --floor
+
+support: $(VENV)/.installed-dev  ## measure anew which architectures work (support.csv, README), and prove it
+	$(ONE_THREAD) $(BIN)/python tests/support_table.py
+	$(ONE_THREAD) $(BIN)/pytest -n 2 tests/models/test_every_architecture.py tests/models/test_support.py
 
 lint: $(VENV)/.installed-dev  ## check format, lint and types
 	$(BIN)/ruff format --check .

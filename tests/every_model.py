@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import transformers
-from tiny import BLOCKS, VOCAB, reinitialised
+from tiny import BLOCKS, VOCAB, older_than, reinitialised
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -26,6 +26,8 @@ UNBUILDABLE: dict[str, str] = {
     "gemma4_assistant": "a drafter: its forward needs the hidden states and the key-value cache of a target model",
     "gemma4_unified_assistant": "a drafter: its forward needs the hidden states and the key-value cache of a target",
 }
+if older_than("5.15"):
+    UNBUILDABLE["dbrx"] = "its router takes the width of its feed-forward layers for that of the model"
 
 
 def _every(value: Any, names: str) -> dict[str, Any]:
@@ -193,7 +195,13 @@ _ODD: dict[str, dict[str, Any]] = {
     "roformer": {"embedding_size": 32},
     "xlm": {"causal": True},
     "xmod": {"default_language": "en_XX"},
-    "zamba": {"attention_hidden_size": 128},
+    # The last three make two blocks with attention, and these run on a CPU, with older releases too.
+    "zamba": {
+        "attention_hidden_size": 128,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 0,
+        "use_mamba_kernels": False,
+    },
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16, "layer_types": ["hybrid", "hybrid_sliding"] * 2},
 }
 

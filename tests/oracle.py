@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 
 def blocks_of(model: nn.Module) -> nn.ModuleList:
-    for path in ("model.layers", "model.decoder.layers", "transformer.h", "gpt_neox.layers", "backbone.layers"):
+    paths = ("model.layers", "model.decoder.layers", "transformer.h", "gpt_neox.layers", "backbone.layers")
+    for path in (*paths, "model.language_model.layers"):
         try:
             return model.get_submodule(path)
         except AttributeError:

@@ -86,7 +86,7 @@ def test_check_prints_anatomy_and_every_check(capsys, folder):
     ):
         assert part in text
     assert [line.split()[1] for line in text.splitlines() if line.startswith("ok")] == [
-        *("causality", "streams", "untouched", "tail", "chain"),
+        *("causality", "streams", "untouched", "chain", "tail"),
         *("resume",) * 3,
     ]
     assert "engine: onepass" in text
@@ -217,3 +217,13 @@ COMMAND = Path(sys.executable).parent / "tracer"
 def test_installed_command_answers():
     text = subprocess.run([COMMAND, "--version"], capture_output=True, text=True, check=True).stdout
     assert text.startswith("tracer, version ")
+
+
+@pytest.mark.parametrize("command", [(), ("check",), ("fetch",), ("trace",), ("patch",), ("tuned-lens",)])
+def test_help_shows_its_examples_line_by_line(capsys, command):
+    status, text, _ = run(capsys, *command, "--help")
+    assert status == 0
+    examples = [line.strip() for line in text.splitlines() if line.strip().startswith("tracer ")]
+    assert examples
+    assert all(example.count("tracer ") == 1 for example in examples)
+    assert "\\b" not in text

@@ -4,12 +4,17 @@ import inspect
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from tiny import tiny, word_tokenizer
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+import tracer
 from tracer.errors import InputError
 from tracer.models.catalogue import cached_folder
 from tracer.probes import (
@@ -396,6 +401,164 @@ def test_a_corrupt_prompt_is_kept_only_where_it_can_be_patched(gpt):
         tokens = corrupted(corrupt, target)
         assert (tokens.items[0].corrupt_ids, tokens.items[0].corrupt_target_id) == (None, None)
         assert reason in tokens.corrupt_skipped[0].reason
+
+
+# --- Probes as token ids ---------------------------------------------------------------------------------------------
+
+
+def ids_of(number: int) -> list[int]:
+    return [3 + (7 * number + 5 * i) % 120 for i in range(4 + number % 4)]
+
+
+AS_TEXT = [
+    Probe(" ".join(f"w{i}" for i in ids_of(n)), f" w{20 + n % 9}", f"g{n % 2}", f"p{n}", f"w{n} w4", " w5")
+    for n in range(24)
+]
+AS_IDS = [
+    Probe(
+        prompt_ids=tuple(ids_of(n)),
+        target_id=20 + n % 9,
+        group=f"g{n % 2}",
+        id=f"p{n}",
+        corrupt_ids=(n, 4),
+        corrupt_target_id=5,
+    )
+    for n in range(24)
+]
+
+
+def test_ids_are_kept_as_integers_whatever_they_come_in():
+    probe = Probe(prompt_ids=(3, 4), target_id=5, id="x")
+    assert Probe(prompt_ids=[3, 4], target_id=5, id="x") == probe
+    for prompt, target in ((np.array([3, 4]), torch.tensor(5)), ([np.int64(3), 4], np.int32(5))):
+        same = read_probes([{"prompt_ids": prompt, "target_id": target, "id": "x"}]).probes[0]
+        assert same == probe
+        assert {type(i) for i in (*same.prompt_ids, same.target_id)} == {int}
+    probe = replace(probe, id="")
+    read = read_probes([probe, Probe(prompt_ids=[6], target_ids=[7, 8], group="h")])
+    assert [probe.id for probe in read] == ["probes-1", "h-2"]
+    assert read.probes[1].target_ids == (7, 8)
+
+
+def test_a_jsonl_file_may_hold_ids(write):
+    records = [
+        {"prompt_ids": [3, 4], "target_id": 5},
+        {"prompt_ids": [6], "target_ids": [7, 8], "group": "h", "corrupt_ids": [9], "corrupt_target_id": 1},
+        LINE,
+    ]
+    probes = read_probes(write(lines(*records))).probes
+    assert probes[0] == Probe(prompt_ids=(3, 4), target_id=5, group="mine", id="mine-1")
+    pair = {"corrupt_ids": (9,), "corrupt_target_id": 1}
+    assert probes[1] == Probe(prompt_ids=(6,), target_ids=(7, 8), group="h", id="h-2", **pair)
+    assert probes[2] == Probe(**LINE, group="mine", id="mine-3")
+    with pytest.raises(InputError, match=r"mine\.csv:1: the header is"):
+        read_probes(write(b"prompt_ids,target_id\n3,4\n", "mine.csv"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"prompt_ids": [3, -1], "target_id": 5}, "prompt_ids must hold token ids, integers from 0 on, got int -1"),
+        ({"prompt_ids": [3], "target_id": -5}, "target_id must hold token ids, integers from 0 on, got int -5"),
+        ({"prompt_ids": [3, 4.0], "target_id": 5}, "got float 4.0"),
+        ({"prompt_ids": [3], "target_id": 5.0}, "got float 5.0"),
+        ({"prompt_ids": [3], "target_id": True}, "got bool True"),
+        ({"prompt_ids": [[3, 4]], "target_id": 5}, r"got list \[3, 4\]"),
+        ({"prompt_ids": "34", "target_id": 5}, "prompt_ids must be a list of token ids, got str '34'"),
+        ({"prompt_ids": 34, "target_id": 5}, "prompt_ids must be a list of token ids, got int 34"),
+        ({"prompt_ids": [], "target_id": 5}, "prompt_ids is empty"),
+        ({"prompt_ids": [3], "target_ids": []}, "target_ids is empty"),
+        ({"prompt_ids": [3]}, "missing key 'target_id'"),
+        ({"target_ids": [3]}, "missing key 'prompt_ids'"),
+        ({"prompt_ids": [3], "target_id": 5, "target_ids": [5]}, "target_id and target_ids in one probe"),
+        ({"prompt_ids": [3], "target": " x"}, "target and prompt_ids in one probe: pass .* not both"),
+        ({"prompt": "x", "target": " x", "corrupt_ids": [3]}, "prompt and corrupt_ids in one probe"),
+        ({"prompt_ids": [3], "target_id": 5, "corrupt_ids": [4]}, "corrupt_ids and corrupt_target_id come together"),
+        ({}, "missing key 'prompt'"),
+        ({"prompt": "x", "target": " x", "id": None}, "id must be text, got NoneType"),
+    ],
+)
+def test_a_bad_probe_of_ids_is_refused_in_python_and_in_a_file(write, fields, reason):
+    for source in ([fields], write(lines(fields))):
+        with pytest.raises(InputError, match=reason) as caught:
+            read_probes(source)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_probe_checks_itself():
+    with pytest.raises(InputError, match="prompt_ids must hold token ids, integers from 0 on, got int -1"):
+        Probe(prompt_ids=(-1,), target_id=5)
+    with pytest.raises(InputError, match="prompt and prompt_ids in one probe"):
+        Probe("x", prompt_ids=(1,), target_id=5)
+    with pytest.raises(InputError, match="missing key 'target'"):
+        Probe("x")
+
+
+def test_tensors_of_a_batch_are_refused_in_one_line():
+    with pytest.raises(InputError, match="got Tensor tensor") as caught:
+        read_probes([{"prompt_ids": torch.zeros(2, 40, dtype=torch.long), "target_id": 1}])
+    assert "\n" not in str(caught.value)
+
+
+def test_ids_are_taken_as_they_are_with_and_without_a_tokenizer(with_eos):
+    probes = [
+        Probe(prompt_ids=(3, 4), target_ids=(5, 6), id="long", corrupt_ids=(7, 8), corrupt_target_id=9),
+        Probe(prompt_ids=(3, 4), target_id=5, id="short", corrupt_ids=(7,), corrupt_target_id=9),
+    ]
+    for tokenizer in (None, with_eos):
+        tokens = tokenize(read_probes(probes), tokenizer, target="joint")
+        long, short = tokens.items
+        assert (long.prompt_ids, long.target_ids) == ((3, 4), (5, 6))
+        assert (long.corrupt_ids, long.corrupt_target_id) == ((7, 8), 9)
+        assert (short.target_ids, short.corrupt_ids) == ((5,), None)
+        assert [skip.reason for skip in tokens.corrupt_skipped] == [
+            "corrupt prompt has 1 tokens where the prompt has 2"
+        ]
+        assert tokens.warnings == ()
+        assert tokenize(read_probes(probes), tokenizer, target="first").items[0].target_ids == (5,)
+        with pytest.raises(InputError, match=r"probe long: target \(5, 6\) has 2 tokens .* pass target='first'"):
+            tokenize(read_probes(probes), tokenizer)
+
+
+def test_text_needs_a_tokenizer_also_where_the_set_is_shipped():
+    for probes in (read_probes([AS_IDS[0], Probe(**LINE, id="words")]), read_probes("en-capitals")):
+        with pytest.raises(InputError, match=r"is text and the model has no tokenizer: pass tokenizer= to load, or"):
+            tokenize(probes, None, skip_bad=True)
+
+
+def test_the_same_probes_by_text_and_by_ids_give_identical_arrays(tmp_path):
+    settings = {"ablations": ["resample"], "progress": False}
+    by_text, by_ids, bare = (
+        tracer.trace(tracer.load(tiny("llama"), tokenizer), probes, **settings)
+        for tokenizer, probes in ((word_tokenizer(), AS_TEXT), (word_tokenizer(), AS_IDS), (None, AS_IDS))
+    )
+    for other in (by_ids, bare):
+        assert other.arrays.keys() == by_text.arrays.keys()
+        assert all(np.array_equal(array, by_text.arrays[name]) for name, array in other.arrays.items())
+        assert other.probes["answer_id"].equals(by_text.probes["answer_id"])
+        assert other.probes["prompt_ids"].tolist() == [ids_of(n) for n in range(24)]
+    assert by_ids.probes["prompt"].tolist() == [probe.prompt for probe in AS_TEXT]
+    assert by_ids.probes["answer"].equals(by_text.probes["answer"])
+    assert by_text.probes["answer"].tolist() == [f"w{i}" for i in by_text.probes["answer_id"]]
+    assert bare.probes[["prompt", "target", "answer"]].isna().all(axis=None)
+
+
+def test_a_model_without_tokenizer_is_traced_saved_reloaded_and_drawn(tmp_path):
+    path = tmp_path / "ids.jsonl"
+    keys = ("prompt_ids", "target_id", "group", "id")
+    path.write_bytes(lines(*({key: getattr(probe, key) for key in keys} for probe in AS_IDS)))
+    result = tracer.trace(tracer.load(tiny("mamba2")), path, out=tmp_path / "run", progress=False)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "probes.jsonl").read_text().splitlines()]
+    assert rows[3]["prompt_ids"] == ids_of(3)
+    assert [rows[3][key] for key in ("prompt", "target", "answer")] == [None] * 3
+    again = tracer.TraceResult.load(tmp_path / "run")
+    assert again.probes.equals(result.probes)
+    assert again.summary() == result.summary()
+    assert "24 probes in 2 groups (ids)" in again.summary()
+    for figure in ("joint", "lens", "fragility", "evolution"):
+        assert again.plot(figure).axes
+    with pytest.raises(InputError, match=r"probe x has token 500, but .* pass the tokenizer, or the token ids"):
+        tracer.trace(tracer.load(tiny("mamba2")), [Probe(prompt_ids=[500], target_id=1, id="x")], progress=False)
 
 
 def cached_tokenizer(name: str) -> PreTrainedTokenizerBase:

@@ -26,12 +26,13 @@ def loaded(name: str, **options) -> tracer.TracedModel:
 
 @pytest.fixture(scope="module")
 def smollm2() -> tracer.TracedModel:
-    return loaded(SMOLLM2, dtype="float32")
+    """By plain hooks, so that the oracle can run the same model."""
+    return loaded(SMOLLM2, dtype="float32", backend="hooks")
 
 
 @pytest.fixture(scope="module")
 def gemma() -> tracer.TracedModel:
-    return loaded(GEMMA, dtype="float32")
+    return loaded(GEMMA, dtype="float32", backend="hooks")
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +47,17 @@ def test_lens_probabilities(paris):
     assert p[29] == pytest.approx(0.0703, rel=0.02)
     assert p[27] == pytest.approx(0.0003, rel=0.2)
     assert paris.probes.loc[0, "particle"] is not None
+
+
+def test_bridge_gives_the_numbers_of_plain_hooks(smollm2, paris):
+    bridged = loaded(SMOLLM2, dtype="float32")
+    assert bridged.backend == "transformer_lens"
+    assert bridged.opened.notes[-1] == "booted as TransformerBridge: attention runs in its eager form"
+    assert bridged.fingerprint() == smollm2.fingerprint()
+    result = tracer.trace(bridged, [PARIS, HI], ablations=["skip"], progress=False)
+    assert np.abs(np.exp(result.arrays["log_p"]) - np.exp(paris.arrays["log_p"])).max() <= 1e-5
+    assert np.abs(result.arrays["jsd_zero"] - paris.arrays["jsd_zero"]).max() <= 1e-5
+    assert result.probes["particle"].equals(paris.probes["particle"])
 
 
 def test_skip_divergences(paris):

@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tracer import hooks
     from tracer.errors import HookError, InputError, ModelRefused, TracerError
     from tracer.models.catalogue import fetch
     from tracer.models.traced import TracedModel, load
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from tracer.probes import Probe, ProbeSet, read_probes
     from tracer.results import TraceResult
     from tracer.tracing import trace
+    from tracer.tuned_lens import TunedLens, train_tuned_lens
 
 _HOME = {
     "HookError": "tracer.errors",
@@ -39,6 +41,8 @@ _HOME = {
     "ProbeSet": "tracer.probes",
     "read_probes": "tracer.probes",
     "TraceResult": "tracer.results",
+    "TunedLens": "tracer.tuned_lens",
+    "train_tuned_lens": "tracer.tuned_lens",
     "trace": "tracer.tracing",
 }
 
@@ -53,15 +57,20 @@ __all__ = [
     "TraceResult",
     "TracedModel",
     "TracerError",
+    "TunedLens",
     "fetch",
+    "hooks",
     "load",
     "patch",
     "read_probes",
     "trace",
+    "train_tuned_lens",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "hooks":  # the one submodule that is used by its own name
+        return import_module("tracer.hooks")
     if name not in _HOME:
         raise AttributeError(f"module 'tracer' has no attribute {name!r}")
     value = getattr(import_module(_HOME[name]), name)

@@ -42,6 +42,11 @@ def _model_options(command: Callable[..., Any]) -> Callable[..., Any]:
             help="How to reach the streams: hooks (the model's own block calls), transformer_lens (a TransformerBridge "
             "booted around it), or auto (the bridge where TransformerLens lists the class and it is exact, or hooks).",
         ),
+        click.option(
+            "--blocks",
+            callback=lambda _context, _option, value: value and [name.strip() for name in value.split(",")],
+            help="Names of the block modules, separated by commas, where they are not found (hooks only).",
+        ),
         click.option("--quiet", "-q", is_flag=True, help="No progress bars."),
     )
     for option in reversed(options):
@@ -52,7 +57,7 @@ def _model_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="layertracer", prog_name="tracer")
 def cli() -> None:
-    r"""Find where a language model executes tasks and where it is fragile, block by block.
+    """Find where a language model executes tasks and where it is fragile, block by block.
 
     \b
     Start with:
@@ -65,7 +70,7 @@ def cli() -> None:
 @click.argument("model")
 @_model_options
 def check(model: str, quiet: bool, **options: Any) -> None:
-    r"""Open MODEL, print its anatomy and prove that it can be traced exactly.
+    """Open MODEL, print its anatomy and prove that it can be traced exactly.
 
     MODEL is a catalogue name, a folder, a GGUF file or a Hugging Face id. Exit 0: it can be traced; 1: a check
     failed; 2: it cannot be opened.
@@ -88,7 +93,7 @@ def check(model: str, quiet: bool, **options: Any) -> None:
 @click.option("--force", is_flag=True, help="Fetch again although the cache holds it.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress bars.")
 def fetch(name: str, force: bool, quiet: bool) -> None:
-    r"""Fetch the pinned model NAME of the catalogue into the cache and convert it once.
+    """Fetch the pinned model NAME of the catalogue into the cache and convert it once.
 
     \b
     Example:
@@ -141,7 +146,7 @@ def trace(
     ablations: str,
     **options: Any,
 ) -> None:
-    r"""Trace MODEL on probes: where it executes them (logit lens) and where it is fragile (ablations).
+    """Trace MODEL on probes: where it executes them (logit lens) and where it is fragile (ablations).
 
     \b
     Examples:
@@ -203,7 +208,7 @@ def trace(
 @click.option("--no-figures", is_flag=True, help="Write the numbers only.")
 @_model_options
 def patch(model: str, out: str, no_figures: bool, quiet: bool, groups: str | None, **options: Any) -> None:
-    r"""Patch runs of MODEL on pairs of prompts: at which depth and position it holds the answer.
+    """Patch runs of MODEL on pairs of prompts: at which depth and position it holds the answer.
 
     Probes need a corrupt prompt with another answer (corrupt, corrupt_target), of equal length unless a position map
     says which token stands for which.
@@ -256,7 +261,7 @@ def patch(model: str, out: str, no_figures: bool, quiet: bool, groups: str | Non
 @click.option("--force", is_flag=True, help="Replace the lens in --out.")
 @_model_options
 def tuned_lens(model: str, text: str, out: str, force: bool, quiet: bool, **options: Any) -> None:
-    r"""Train a tuned lens for MODEL on a text: affine translators that bring every depth near the model's output.
+    """Train a tuned lens for MODEL on a text: affine translators that bring every depth near the model's output.
 
     The plain logit lens is unreliable in early layers of some models. The lens is saved with a hash of the tail that
     it belongs to, and refused on another model. Printed is the KL to the output on held-out text, before and after.
@@ -282,7 +287,7 @@ def tuned_lens(model: str, text: str, out: str, force: bool, quiet: bool, **opti
     click.echo(f"{lens.summary()}\n\nsaved in {out}")
 
 
-_LOAD_OPTIONS = ("dtype", "device", "device_map", "revision", "trust_remote_code", "backend")
+_LOAD_OPTIONS = ("dtype", "device", "device_map", "revision", "trust_remote_code", "backend", "blocks")
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -5,6 +5,7 @@ The run that is changed is called the base, the one whose streams are put in the
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import Tensor
 from tracer.ablations import Summand, donated
 from tracer.batches import ProbeBatch
 from tracer.errors import InputError
-from tracer.models.plain import Adapter, Arguments, BlockSite, OutputEdit, State
+from tracer.models.plain import Adapter, Arguments, BlockSite, State
 from tracer.models.streams import Streams
 from tracer.models.sublayers import Sublayer, Sublayers
 from tracer.models.tokens import TokenBatch
@@ -146,21 +147,26 @@ class PatchEdits:
             return (anatomy.as_model(new), *state[1:])
         assert self.sublayers is not None
         edits = {
-            self.adapter.modules[sublayer.module]: self._sublayer_edit(variant, number, sublayer, before[0].shape)
+            self.adapter.modules[sublayer.module]: partial(self._sublayer, variant, number, sublayer, before[0].shape)
             for number, sublayer in enumerate(self.sublayers.blocks[variant.place])
             if sublayer.role == variant.component
         }
         return site.run(before, edits=edits)
 
-    def _sublayer_edit(self, variant: PatchVariant, number: int, sublayer: Sublayer, shape: torch.Size) -> OutputEdit:
+    def _sublayer(
+        self,
+        variant: PatchVariant,
+        number: int,
+        sublayer: Sublayer,
+        shape: torch.Size,
+        arguments: Arguments,
+        output: Any,
+    ) -> Any:
+        """What a sub-layer returns instead; see `tracer.models.plain.OutputEdit`."""
         anatomy = self.adapter.anatomy
-        given = self.givers[variant.giver].contributions[variant.place, number]
-
-        def edit(arguments: Arguments, output: Any) -> Any:
-            own = anatomy.rows_first(sublayer.contribution(arguments, output).reshape(shape))
-            return sublayer.with_contribution(arguments, output, anatomy.as_model(self._put(variant, own, given)))
-
-        return edit
+        own = anatomy.rows_first(sublayer.contribution(arguments, output).reshape(shape))
+        new = self._put(variant, own, self.givers[variant.giver].contributions[variant.place, number])
+        return sublayer.with_contribution(arguments, output, anatomy.as_model(new))
 
     def _put(self, variant: PatchVariant, own: Tensor, given: Tensor, onto: Tensor | None = None) -> Tensor:
         """The base's own `[batch, pos, ...]` with what is given (on top of `onto`) at the variant's positions."""

@@ -246,7 +246,7 @@ def _means(
     """Number, mean and interval of each row of `values` `[cells, probes]` over some probes, where it is defined."""
     present = ~np.isnan(values) & chosen
     found = np.full((3, len(values)), np.nan)
-    # Cells with the same probes share their resamples, so that no cell depends on which others are asked for.
+    # Cells with the same probes share their resamples.
     patterns, which = np.unique(present, axis=0, return_inverse=True)
     for number, pattern in enumerate(patterns):
         rows = np.flatnonzero(which == number)

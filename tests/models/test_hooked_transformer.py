@@ -78,6 +78,19 @@ def test_it_gives_the_numbers_of_plain_hooks_with_and_without_processing(family,
         assert np.allclose(ours.arrays["norm"], theirs.arrays["norm"], rtol=1e-5)
 
 
+def test_a_model_of_a_folder_is_booted_as_the_bridge_of_this_version(tmp_path):
+    tiny("llama").save_pretrained(tmp_path)
+    word_tokenizer().save_pretrained(tmp_path)
+    bridged = tracer.load(tmp_path, progress=False)
+    assert bridged.backend == "transformer_lens"
+    assert bridged.opened.notes == ("booted as TransformerBridge: attention runs in its eager form",)
+    ours, theirs = (
+        tracer.trace(model, PROBES, progress=False) for model in (bridged, tracer.load(tiny("llama"), word_tokenizer()))
+    )
+    assert np.abs(ours.arrays["jsd_zero"] - theirs.arrays["jsd_zero"]).max() <= 1e-5
+    assert ours.run["model"]["fingerprint"] == tracer.load(tmp_path, backend="hooks", progress=False).fingerprint()
+
+
 def test_a_hook_on_resid_post_changes_residuals_ablations_and_lens():
     shift = torch.randn(64, generator=torch.Generator().manual_seed(0))
     model, plain = hooked("llama"), tiny("llama")

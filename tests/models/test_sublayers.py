@@ -196,7 +196,7 @@ def test_a_part_that_no_block_has_is_refused():
 
 def test_a_part_that_a_block_lacks_is_missing_not_zero(tmp_path):
     """Nemotron-H has blocks that are nothing but a mixer, and blocks that are nothing but an MLP."""
-    model = every_model.build("nemotron_h")
+    model = tiny("nemotron_h")
     lacking = [not found(model).of(block, "mlp") for block in range(BLOCKS)]
     assert any(lacking)
     assert not all(lacking)

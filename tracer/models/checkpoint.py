@@ -12,12 +12,15 @@ from transformers.utils import logging as transformers_logging
 from tracer.errors import InputError
 
 
-def read_causal_lm(path: str | Path, what: str, **options: Any) -> tuple[PreTrainedModel, list[str]]:
+def read_causal_lm(
+    path: str | Path, what: str, *, auto_class: Any = AutoModelForCausalLM, **options: Any
+) -> tuple[PreTrainedModel, list[str]]:
     """Reads a causal language model all of whose weights are in the checkpoint.
 
     Args:
         path: A folder, or an id of the Hugging Face hub.
         what: The checkpoint, for messages.
+        auto_class: The class of transformers that knows which model belongs to the config.
         options: Passed to `from_pretrained`.
 
     Returns:
@@ -28,9 +31,7 @@ def read_causal_lm(path: str | Path, what: str, **options: Any) -> tuple[PreTrai
             or have another shape than the config says.
     """
     # The return type of from_pretrained does not know of output_loading_info.
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        path, output_loading_info=True, ignore_mismatched_sizes=True, **options
-    )
+    loaded: Any = auto_class.from_pretrained(path, output_loading_info=True, ignore_mismatched_sizes=True, **options)
     model, info = loaded
     missing = sorted(info["missing_keys"])
     if missing:

@@ -14,11 +14,14 @@ from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING
 
 from tracer.errors import InputError
 from tracer.models.cache import one_line, read_manifest
@@ -71,6 +74,8 @@ def open_model(
 ) -> OpenedModel:
     """Opens a causal language model with the weights it was saved with, and says how.
 
+    A model that also sees or hears is opened as it is, or as its language model alone where transformers does so.
+
     Weights are read from safetensors only. One that the checkpoint lacks is an error, never a random tensor.
 
     Args:
@@ -115,8 +120,8 @@ def open_model(
         }
         try:
             config = AutoConfig.from_pretrained(located.path, **options)
-            _refuse_non_causal(config, located.name)
             options_of_weights: dict[str, Any] = {
+                "auto_class": _auto_class(config, located.name),
                 "config": config,
                 "dtype": "auto" if wanted is None else wanted,
                 "device_map": device_map if place is None else {"": place},
@@ -136,7 +141,10 @@ def open_model(
                 reason = "it needs model code of its own; pass trust_remote_code=True if you trust that code"
             raise InputError(f"{located.name} cannot be opened: {reason}") from error
     name_of_dtype, mixed = read_dtype(model)
-    notes = [*located.notes, *mixed]
+    notes = [*located.notes, *mixed, *_other_parts(model)]
+    stored, opened = (config.architectures or [None])[0], type(model).__name__
+    if text_config(config) is not config and stored not in (None, opened):
+        notes.append(f"the language model of a {stored}, opened alone as {opened}")
     if wanted is None and name_of_dtype != "float32":
         notes.append(f"stored dtype {name_of_dtype} kept; pass dtype= to change")
     if tokenizer is None:
@@ -276,18 +284,37 @@ def _describe_live(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | 
     if getattr(model.config, "is_encoder_decoder", False):
         raise InputError(f"{name} is an encoder-decoder; pass a causal language model")
     dtype, notes = read_dtype(model)
-    return OpenedModel(model, tokenizer, name, "live", None, dtype, tuple(notes))
+    return OpenedModel(model, tokenizer, name, "live", None, dtype, (*notes, *_other_parts(model)))
 
 
-def _refuse_non_causal(config: PreTrainedConfig, name: str) -> None:
+def _auto_class(config: PreTrainedConfig, name: str) -> Any:
+    """The class of transformers that opens the language model of a config, on its own or with a tower beside it."""
     if getattr(config, "is_encoder_decoder", False):
         raise InputError(f"{name} is an encoder-decoder ({config.model_type}); pass a causal language model")
     own_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not own_code:
-        raise InputError(
-            f"{name} ({config.model_type}) is not a causal language model: transformers has no such class "
-            "for it; pass a model that predicts the next token"
-        )
+    if own_code or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM
+    if type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING:
+        return AutoModelForMultimodalLM
+    raise InputError(
+        f"{name} ({config.model_type}) is not a causal language model: transformers has no such class "
+        "for it; pass a model that predicts the next token"
+    )
+
+
+def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The part of a config that describes the language model: all of it, unless the model also sees or hears."""
+    try:
+        return config.get_text_config()
+    except ValueError:  # several parts could be meant
+        return config
+
+
+def _other_parts(model: PreTrainedModel) -> list[str]:
+    """A note where a model has more than a language model, which is all that tokens run through."""
+    if text_config(model.config) is model.config:
+        return []
+    return [f"traced on text, through the language model of {type(model).__name__}; its other parts do not run"]
 
 
 def _read_tokenizer(located: _Located, options: dict[str, Any]) -> PreTrainedTokenizerBase | None:

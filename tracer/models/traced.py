@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tracer.errors import InputError, ModelRefused, one_of
+from tracer.errors import InputError, ModelRefused, TracerError, one_of
 from tracer.models.anatomy import Anatomy
 from tracer.models.cache import one_line
 from tracer.models.checkpoint import transformers_output
 from tracer.models.fingerprint import weights_digest
-from tracer.models.loading import OpenedModel, open_model, read_dtype, refuse_options_of_live_models
-from tracer.models.plain import Adapter
+from tracer.models.loading import OpenedModel, open_model, read_dtype, refuse_options_of_live_models, text_config
+from tracer.models.plain import Adapter, evaluating, forward_logits
 from tracer.models.selfcheck import Engine, SelfCheck, open_plain, token_count
+from tracer.models.tokens import TokenBatch
 from tracer.models.transformer_lens import (
     booted_bridge,
     bridge_weights,
@@ -96,7 +97,7 @@ class TracedModel:
         model = self._hugging_face
         if model is None:
             return self.model.cfg.n_ctx
-        found = getattr(model.config, "max_position_embeddings", None)
+        found = getattr(text_config(model.config), "max_position_embeddings", None)
         return found if isinstance(found, int) else None
 
     @property
@@ -191,7 +192,8 @@ def load(
 
     Args:
         source: a catalogue name, a local folder, a GGUF file, a live Hugging Face model, a live `TransformerBridge` or
-            `HookedTransformer` of TransformerLens, or a Hugging Face id.
+            `HookedTransformer` of TransformerLens, or a Hugging Face id. A model that also sees or hears is traced on
+            text, through its language model.
         tokenizer: of a live model, or in place of the checkpoint's own. A model without one is traced on probes that
             are token ids.
         backend: how to reach the residual stream; the numbers are the same up to rounding. `hooks`: the model's own
@@ -238,6 +240,7 @@ def load(
         )
     read = partial(open_model, source, tokenizer, progress=progress, **options)
     opened = read()
+    _refuse_without_text(opened.model)
     if backend == TRANSFORMER_LENS:
         if opened.kind == "live":
             raise InputError(
@@ -262,6 +265,23 @@ def load(
             gc.collect()
             opened = read()
     return _by_hooks(opened, blocks, all_checks, reason)
+
+
+def _refuse_without_text(model: Any) -> None:
+    """Refuse a model with other parts beside its language model that does not run on tokens alone."""
+    if text_config(model.config) is model.config:
+        return
+    size = token_count(model)
+    try:
+        with evaluating(model):
+            forward_logits(model, TokenBatch.from_rows([[size - 2, size - 1]]))
+    except Exception as error:  # whatever it wants beside tokens
+        if isinstance(error, TracerError):
+            raise
+        raise ModelRefused(
+            f"{type(model).__name__} cannot be run on text alone ({type(error).__name__}: {one_line(error)}): pass a "
+            "model whose language model needs no image or sound"
+        ) from error
 
 
 def _why_by_hooks(

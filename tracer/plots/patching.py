@@ -66,7 +66,7 @@ def draw_patching(result: "PatchResult", group: str | None = None) -> Figure:
                     axes.tick_params(labelleft=False)
             row[0].set_ylabel(f"{plain(name, 40)}\nblock b (depth d at d − 1/2)")
         for axes in panels[-1]:
-            axes.set_xlabel("position" if heat else "recovery")
+            axes.set_xlabel("position" if heat else _measure(result))
         if meshes:
             _draw_scale(result, figure, panels, meshes[0])
         write_caption(figure, _caption(result, names, columns))
@@ -82,8 +82,10 @@ def _shown(result: "PatchResult", group: str) -> list[int]:
 def _set_axes(result: "PatchResult", axes: Axes, component: str) -> None:
     axes.set_title(component, loc="left", fontweight="bold")
     axes.grid(False)
-    axes.set_ylim(-1, len(result.run["model"]["anatomy"]["blocks"]))
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=10, integer=True, min_n_ticks=1))
+    last = len(result.run["model"]["anatomy"]["blocks"]) - 1
+    axes.set_ylim(-1, last + 1)
+    ticks = MaxNLocator(nbins=10, integer=True, min_n_ticks=1).tick_values(0, last)
+    axes.set_yticks([tick for tick in ticks if 0 <= tick <= last])
 
 
 def _draw_map(result: "PatchResult", axes: Axes, component: str, group: str, columns: Sequence[int]) -> QuadMesh:
@@ -132,7 +134,11 @@ def _draw_scale(result: "PatchResult", figure: Figure, panels: np.ndarray, mesh:
     as_other = "as clean" if result.run["arguments"]["direction"] == "denoise" else "as corrupt"
     scale.set_ticks([-1, -0.5, 0, 0.5, 1], labels=["−1", "−0.5", "0", "0.5", f"1 ({as_other})"])
     scale.ax.axhline(1, color=BLACK, linewidth=1.2)
-    scale.set_label("recovery" if as_other == "as clean" else "share lost")
+    scale.set_label(_measure(result))
+
+
+def _measure(result: "PatchResult") -> str:
+    return "recovery" if result.run["arguments"]["direction"] == "denoise" else "share lost"
 
 
 def _labels(result: "PatchResult", group: str, columns: Sequence[int]) -> list[str]:

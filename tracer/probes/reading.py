@@ -4,10 +4,13 @@ import csv
 import difflib
 import io
 import json
+import operator
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from tracer.errors import InputError
 
@@ -17,47 +20,105 @@ COLLECTIONS: dict[str, str] = {"english": "en-", "chinese": "zh-", "all": ""}
 
 @dataclass(frozen=True)
 class Probe:
-    """One prompt with the text that should follow it.
+    """One prompt with what should follow it: as text, or as the token ids of one model; never both in one probe.
+
+    Ids are used as they are: no beginning-of-text token is added to them. Any sequence of integers is kept as a tuple.
 
     Attributes:
         prompt: Text before the target, without a trailing space.
         target: Text that follows at once; in a language with spaces it begins with the space (`" Paris"`).
         group: Task that the probe belongs to; statistics are made per group.
-        id: Name of the probe, unique in its set.
+        id: Name of the probe, unique in its set; `read_probes` names those without one `<group>-<number>`.
         corrupt: Prompt of the same length with another answer, for activation patching.
         corrupt_target: The answer to `corrupt`; both are given or neither.
+        prompt_ids: `[pos]` Token ids of the prompt.
+        target_id: Id of the one token that follows them.
+        target_ids: `[n_target]` Instead of `target_id`, a target of several tokens.
+        corrupt_ids: `[pos]` Token ids of another prompt of the same length, for activation patching.
+        corrupt_target_id: The answer to `corrupt_ids`; both are given or neither.
 
     Raises:
-        InputError: A field has the wrong type or is empty, or only one of the corrupt fields is given.
+        InputError: A field has the wrong type or is empty, one is missing, only one of the corrupt fields is given,
+            or text and ids come together.
     """
 
-    prompt: str
-    target: str
-    group: str
-    id: str
+    prompt: str | None = None
+    target: str | None = None
+    group: str = "probes"
+    id: str = ""
     corrupt: str | None = None
     corrupt_target: str | None = None
+    prompt_ids: Sequence[int] | None = None
+    target_id: int | None = None
+    target_ids: Sequence[int] | None = None
+    corrupt_ids: Sequence[int] | None = None
+    corrupt_target_id: int | None = None
 
     def __post_init__(self) -> None:
-        for name in PROBE_KEYS:
-            _check_text(name, getattr(self, name))
-        if (self.corrupt is None) != (self.corrupt_target is None):
-            raise InputError("corrupt and corrupt_target come together: give both or neither")
+        given = [name for name in (*TEXT_KEYS, *ID_KEYS) if getattr(self, name) is not None]
+        for name in (*given, "group", *(["id"] if self.id != "" else [])):
+            object.__setattr__(self, name, _checked(name, getattr(self, name)))
+        by_ids = [name for name in given if name in ID_KEYS]
+        by_text = [name for name in given if name in TEXT_KEYS]
+        if by_ids and by_text:
+            raise InputError(
+                f"{by_text[0]} and {by_ids[0]} in one probe: pass prompt and target as text, or prompt_ids and "
+                "target_id, not both"
+            )
+        if "target_id" in given and "target_ids" in given:
+            raise InputError("target_id and target_ids in one probe: pass the one that holds the whole target")
+        needed = ("prompt_ids", "target_ids" if "target_ids" in given else "target_id") if by_ids else TEXT_KEYS[:2]
+        missing = [name for name in needed if name not in given]
+        if missing:
+            raise InputError(f"missing key {missing[0]!r}")
+        pair = ID_KEYS[-2:] if by_ids else TEXT_KEYS[-2:]
+        if len(set(pair) - set(given)) == 1:
+            raise InputError(f"{pair[0]} and {pair[1]} come together: give both or neither")
 
 
-def _check_text(name: str, value: object) -> None:
-    if value is None and name in ("corrupt", "corrupt_target"):
-        return
+TEXT_KEYS = ("prompt", "target", "corrupt", "corrupt_target")
+"""The keys of a probe that is text, beside `group` and `id`."""
+
+ID_KEYS = ("prompt_ids", "target_id", "target_ids", "corrupt_ids", "corrupt_target_id")
+"""The keys of a probe that is token ids, beside `group` and `id`."""
+
+PROBE_KEYS: tuple[str, ...] = tuple(field.name for field in fields(Probe))
+"""The keys of a line in a probe file."""
+
+CSV_KEYS: tuple[str, ...] = tuple(name for name in PROBE_KEYS if name not in ID_KEYS)
+"""The columns of a CSV file, which holds text alone."""
+
+
+def _checked(name: str, value: object) -> str | int | tuple[int, ...]:
+    """The value of a key in the type that a probe keeps it in."""
+    if name in ("target_id", "corrupt_target_id"):
+        return _token_id(name, value)
+    if name in ID_KEYS:
+        if isinstance(value, str) or not isinstance(value, Iterable):
+            raise InputError(f"{name} must be a list of token ids, got {type(value).__name__} {value!r}")
+        ids = tuple(_token_id(name, item) for item in value)
+        if not ids:
+            raise InputError(f"{name} is empty")
+        return ids
     if not isinstance(value, str):
         raise InputError(f"{name} must be text, got {type(value).__name__} {value!r}")
     if not value.strip():
         raise InputError(f"{name} is empty")
     if any("\ud800" <= character <= "\udfff" for character in value):
         raise InputError(f"{name} is not valid UTF-8: {value!r}")
+    return value
 
 
-PROBE_KEYS: tuple[str, ...] = tuple(field.name for field in fields(Probe))
-"""The keys of a line in a probe file."""
+def _token_id(name: str, value: Any) -> int:
+    try:
+        # Integers of numpy and torch are as good; true and false are not meant as 1 and 0.
+        token = -1 if isinstance(value, bool) else operator.index(value)
+    except (TypeError, ValueError):  # a tensor of several items is no index
+        token = -1
+    if token < 0:
+        shown = textwrap.shorten(repr(value), 60, placeholder=" ...")
+        raise InputError(f"{name} must hold token ids, integers from 0 on, got {type(value).__name__} {shown}")
+    return token
 
 
 @dataclass(frozen=True)
@@ -144,7 +205,8 @@ def read_probes(
     Args:
         source: A shipped name (`en-capitals`), a collection (`english`, `chinese`, `all`), several of these
             separated by commas, the path of a `.jsonl` or `.csv` file (UTF-8), or a sequence of `Probe` or
-            mappings. In a file `id` defaults to `<group>-<line>` and `group` to the file's stem.
+            mappings. In a file `id` defaults to `<group>-<line>` and `group` to the file's stem. JSON Lines may hold
+            lists of token ids (`prompt_ids`) where a CSV file holds text alone.
         skip_bad: Count bad lines in `skipped` instead of raising.
         groups: Keep these groups only.
 
@@ -250,11 +312,11 @@ def _csv_records(path: Path, text: str) -> Iterator[tuple[str, int, object]]:
             continue
         if header is None:
             header = [name.strip() for name in row]
-            unknown = [name for name in header if name not in PROBE_KEYS]
+            unknown = [name for name in header if name not in CSV_KEYS]
             if unknown or len(set(header)) < len(header) or not {"prompt", "target"} <= set(header):
                 raise InputError(
                     f"{where}: the header is {','.join(row)!r}: pass prompt,target and "
-                    f"optionally {', '.join(PROBE_KEYS[2:])}, each once"
+                    f"optionally {', '.join(CSV_KEYS[2:])}, each once"
                 )
         elif len(row) != len(header):
             yield where, number, InputError(f"{len(row)} columns where the header has {len(header)}")
@@ -284,7 +346,7 @@ def _parse(
 
 def _probe(content: object, number: int, default_group: str) -> Probe:
     if isinstance(content, Probe):
-        return content
+        return content if content.id else replace(content, id=f"{content.group}-{number}")
     if isinstance(content, InputError):
         raise content
     if not isinstance(content, Mapping):
@@ -292,10 +354,12 @@ def _probe(content: object, number: int, default_group: str) -> Probe:
     unknown = [key for key in content if key not in PROBE_KEYS]
     if unknown:
         raise InputError(f"unknown key {unknown[0]!r}: pass only {', '.join(PROBE_KEYS)}")
-    missing = [key for key in ("prompt", "target") if key not in content]
-    if missing:
-        raise InputError(f"missing key {missing[0]!r}")
-    for key, value in content.items():
-        _check_text(key, value)
-    group = content.get("group", default_group)
-    return Probe(**{"id": f"{group}-{number}", **content, "group": group})
+    # A null stands for a key that is absent only where text may be absent.
+    given = {
+        key: _checked(key, value)
+        for key, value in content.items()
+        if value is not None or key not in ("corrupt", "corrupt_target")
+    }
+    group = given.get("group", default_group)
+    arguments: dict[str, Any] = {"id": f"{group}-{number}", **given, "group": group}
+    return Probe(**arguments)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, get_args, runtime_checkable
+from typing import Any, Literal, Protocol, cast, get_args, runtime_checkable
 
 from tracer.errors import InputError
 from tracer.probes.reading import Probe, ProbeSet, Skipped
@@ -38,9 +38,11 @@ class TokenizedProbe:
 
     Attributes:
         probe: The probe.
-        prompt_ids: `[pos]`, with the BOS that the tokenizer intends (none or one), never an EOS.
+        prompt_ids: `[pos]`, with the BOS that the tokenizer intends (none or one), never an EOS; as given where the
+            probe is token ids.
         target_ids: `[n_target]`, the ids that follow `prompt_ids`; one id unless the reading is `joint`.
-        corrupt_ids: `[pos]`, as long as `prompt_ids`, or None where the probe has no usable corrupt prompt.
+        corrupt_ids: `[pos]`, as long as `prompt_ids` unless unequal pairs were asked for, or None where the probe has
+            no usable corrupt prompt.
         corrupt_target_id: The single id of the corrupt target; None together with `corrupt_ids`.
     """
 
@@ -115,37 +117,51 @@ def token_ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
 
 
 def tokenize(
-    probes: ProbeSet, tokenizer: Tokenizer, *, target: TargetReading = "single", skip_bad: bool = False
+    probes: ProbeSet,
+    tokenizer: Tokenizer | None,
+    *,
+    target: TargetReading = "single",
+    skip_bad: bool = False,
+    unequal: bool = False,
 ) -> TokenizedProbes:
     """Turn probes into token ids.
 
-    The ids of prompt and target come from tokenizing both together; the prompt's own ids must be a prefix.
+    The ids of prompt and target come from tokenizing both together; the prompt's own ids must be a prefix. Probes that
+    are token ids already are taken as they are.
 
     Args:
         probes: The probes.
-        tokenizer: A Hugging Face tokenizer.
-        target: `single` refuses a target of several tokens, `first` keeps the first one, `joint` all.
+        tokenizer: A Hugging Face tokenizer; None where there is none, and every probe is token ids.
+        target: `single` refuses a target of several tokens, `first` keeps the first one (also of the corrupt target),
+            `joint` all.
         skip_bad: Skip and count unusable probes also in a set that is not shipped.
+        unequal: Keep corrupt prompts that are not as long as their prompt.
 
     Raises:
         InputError: A probe of a user's set is unusable: the prompt's ids are no prefix of the joint ids (a
             trailing space, for instance), prompt or target has no tokens, the target is not in the vocabulary
-            or has several tokens under `single`.
+            or has several tokens under `single`. Or a probe is text where there is no tokenizer.
     """
     if target not in get_args(TargetReading):
         raise InputError(f"target={target!r}: pass one of {', '.join(get_args(TargetReading))}")
-    prefixes_space = _prefixes_space(tokenizer)
+    text = next((probe for probe in probes if probe.prompt_ids is None), None)
+    if tokenizer is None and text is not None:
+        raise InputError(
+            f"probe {text.id} is text and the model has no tokenizer: pass tokenizer= to load, or probes as token ids "
+            "(prompt_ids and target_id)"
+        )
+    prefixes_space = tokenizer is not None and _prefixes_space(tokenizer)
     items: list[TokenizedProbe] = []
     skipped: list[Skipped] = []
     warnings: list[Skipped] = []
     corrupt_skipped: list[Skipped] = []
     for probe in probes:
         try:
-            prompt_ids, target_ids = _joint_ids(tokenizer, probe.prompt, probe.target, prefixes_space)
+            prompt_ids, target_ids = _ids_of(probe, tokenizer, prefixes_space)
             if target == "single" and len(target_ids) > 1:
-                tokens = " ".join(repr(tokenizer.decode([token])) for token in target_ids)
+                tokens = " ".join(str(t) if tokenizer is None else repr(tokenizer.decode([t])) for t in target_ids)
                 raise InputError(
-                    f"target {probe.target!r} has {len(target_ids)} tokens ({tokens}): "
+                    f"target {probe.target or probe.target_ids!r} has {len(target_ids)} tokens ({tokens}): "
                     "pass target='first' or 'joint', or a target of one token"
                 )
         except InputError as error:
@@ -155,16 +171,40 @@ def tokenize(
             continue
         if target == "first":
             target_ids = target_ids[:1]
-        warnings += [Skipped(probe.id, reason) for reason in _suspicions(tokenizer, probe, prompt_ids, target_ids)]
+        if tokenizer is not None and probe.prompt_ids is None:
+            warnings += [Skipped(probe.id, reason) for reason in _suspicions(tokenizer, probe, prompt_ids, target_ids)]
         item = TokenizedProbe(probe, prompt_ids, target_ids)
-        if probe.corrupt is not None and probe.corrupt_target is not None:
-            try:
-                pair = _joint_ids(tokenizer, probe.corrupt, probe.corrupt_target, prefixes_space)
-                item = _with_corrupt(item, *pair)
-            except InputError as error:
-                corrupt_skipped.append(Skipped(probe.id, str(error)))
+        try:
+            pair = _corrupt_ids_of(probe, tokenizer, prefixes_space)
+            if pair is not None:
+                corrupt_ids, corrupt_target_ids = pair
+                corrupt_target_ids = corrupt_target_ids[:1] if target == "first" else corrupt_target_ids
+                item = _with_corrupt(item, corrupt_ids, corrupt_target_ids, unequal)
+        except InputError as error:
+            corrupt_skipped.append(Skipped(probe.id, str(error)))
         items.append(item)
     return TokenizedProbes(tuple(items), tuple(skipped), target, probes.groups, tuple(warnings), tuple(corrupt_skipped))
+
+
+def _ids_of(probe: Probe, tokenizer: Tokenizer | None, prefixes_space: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Ids of prompt and target."""
+    if probe.prompt_ids is not None:
+        return tuple(probe.prompt_ids), tuple(probe.target_ids or (cast(int, probe.target_id),))
+    assert tokenizer is not None
+    assert probe.prompt is not None
+    assert probe.target is not None
+    return _joint_ids(tokenizer, probe.prompt, probe.target, prefixes_space)
+
+
+def _corrupt_ids_of(
+    probe: Probe, tokenizer: Tokenizer | None, prefixes_space: bool
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Ids of the corrupt prompt and its target, where the probe has them."""
+    if probe.corrupt_ids is not None and probe.corrupt_target_id is not None:
+        return tuple(probe.corrupt_ids), (probe.corrupt_target_id,)
+    if probe.corrupt is None or probe.corrupt_target is None or tokenizer is None:
+        return None
+    return _joint_ids(tokenizer, probe.corrupt, probe.corrupt_target, prefixes_space)
 
 
 def _prefixes_space(tokenizer: Tokenizer) -> bool:
@@ -221,6 +261,8 @@ def _joint_ids(
 def _suspicions(
     tokenizer: Tokenizer, probe: Probe, prompt_ids: tuple[int, ...], target_ids: tuple[int, ...]
 ) -> Iterator[str]:
+    assert probe.prompt is not None
+    assert probe.target is not None
     if probe.prompt[-1] in " \t":
         yield "the prompt ends with a space: targets usually begin with it"
     if _runs_into(probe.prompt, probe.target):
@@ -232,9 +274,9 @@ def _suspicions(
 
 
 def _with_corrupt(
-    item: TokenizedProbe, corrupt_ids: tuple[int, ...], corrupt_target_ids: tuple[int, ...]
+    item: TokenizedProbe, corrupt_ids: tuple[int, ...], corrupt_target_ids: tuple[int, ...], unequal: bool
 ) -> TokenizedProbe:
-    if len(corrupt_ids) != len(item.prompt_ids):
+    if len(corrupt_ids) != len(item.prompt_ids) and not unequal:
         raise InputError(f"corrupt prompt has {len(corrupt_ids)} tokens where the prompt has {len(item.prompt_ids)}")
     if len(corrupt_target_ids) != 1:
         raise InputError(f"corrupt target {item.probe.corrupt_target!r} has {len(corrupt_target_ids)} tokens")

@@ -158,9 +158,8 @@ class Fit:
         return joined(self.anatomy, parts)
 
     def _rows(self, stream: Tensor) -> Tensor:
-        """`[positions, d]` float32 or better from single positions of any layout."""
-        rows = self.anatomy.rows_first(stream).flatten(1)
-        return rows.to(torch.promote_types(rows.dtype, torch.float32))
+        """`[positions, d]` float32, which translators are trained in, from single positions of any layout."""
+        return self.anatomy.rows_first(stream).flatten(1).float()
 
     def _logits(self, streams: Sequence[Tensor], tokens: Tensor) -> Tensor:
         """`[streams, positions, vocab]` by the model's own tail."""
@@ -256,7 +255,7 @@ class Fit:
             if len(order) < min(self.batch, len(pool)):
                 order = np.concatenate([order, generator.permutation(len(pool))])
             now, order = order[: self.batch], order[self.batch :]
-            adam.zero_grad(set_to_none=True)
+            adam.zero_grad()  # depths that are done have no gradients then, and Adam leaves them alone
             self._backward(pool.at(self.anatomy, torch.from_numpy(now)), start, trained, active)
             adam.step()
             schedule.step()

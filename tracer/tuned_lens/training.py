@@ -38,9 +38,9 @@ def train_tuned_lens(
     numbers that are reported come from a third part, which nothing has seen before. The first position of a sequence
     is left out everywhere: attention sinks stand there, whose streams are of another size.
 
-    For L blocks and a stream of width d the memory, besides the model, is about `16 L d^2` bytes for the sums of the
-    regression, later `20 L d^2` for the translators and Adam, and in both cases the `steps * batch` positions of the
-    gradient steps at every depth.
+    For L blocks and a stream of width d the memory, besides the model, is about `24 L d^2` bytes for the sums of the
+    regression and later the translators and Adam, and `(L + 1) d` numbers for each of the `steps * batch` positions of
+    the gradient steps.
 
     Args:
         model: the opened model.
