@@ -369,6 +369,11 @@ def test_shipped_sets_skip_unequal_pairs():
     mine = ProbeSet("mine", (Probe("w1 w2", " w3", corrupt="w1 w2 w4", corrupt_target=" w5", id="a"),), shipped=True)
     [item] = tokenize(mine, tokenizer, unequal=True)
     assert (item.corrupt_ids, item.corrupt_target_id) == ((1, 2, 4), 5)
+    long = ProbeSet("long", (Probe("w1 w2", " w3 w8", corrupt="w1 w4", corrupt_target=" w5 w6", id="a"),), shipped=True)
+    [item] = tokenize(long, tokenizer, target="first")
+    assert (item.target_ids, item.corrupt_target_id) == ((3,), 5)
+    [item] = tokenize(long, tokenizer, target="joint")
+    assert item.corrupt_ids is None
     traced = tracer.load(tiny("llama"), tokenizer)
     with pytest.raises(tracer.InputError, match="none of the 1 probes"):
         tracer.patch(traced, mine, progress=False)

@@ -6,6 +6,7 @@ The contribution of block b is `c_b = resid[b + 1] - resid[b]`. All arithmetic h
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, cast, get_args
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from tracer.errors import InputError, one_of
 from tracer.models.plain import Adapter, Arguments, BlockSite, OutputEdit, State
-from tracer.models.sublayers import Sublayer, Sublayers
+from tracer.models.sublayers import Sublayer, Sublayers, with_edited_sublayers
 from tracer.models.tokens import TokenBatch
 from tracer.statistics import rng
 
@@ -314,27 +315,15 @@ class Edits:
         assert state[0] is not None
         if variant.part != "block":
             assert self.sublayers is not None
-            own = self.sublayers.blocks[variant.block]
-            chosen = {i: s for i, s in enumerate(own) if s.role == variant.part}
-            shape = before[0].shape
-            edits = {
-                self.adapter.modules[s.module]: self._sublayer_edit(variant, i, s, shape) for i, s in chosen.items()
-            }
-            return site.run(before, edits=edits)
+            ablated = partial(self._ablated_part, variant)
+            return with_edited_sublayers(self.adapter, site, before, self.sublayers, variant.part, ablated)
         anatomy = self.adapter.anatomy
         new = self.apply(variant, None, anatomy.rows_first(before[0]), anatomy.rows_first(state[0]))
         # A block that is skipped whole also hands on unchanged what else it was handed.
         return (anatomy.as_model(new), *(before if variant.kind == "zero" and self.whole else state)[1:])
 
-    def _sublayer_edit(self, variant: Variant, number: int, sublayer: Sublayer, shape: torch.Size) -> OutputEdit:
-        anatomy = self.adapter.anatomy
-
-        def edit(arguments: Arguments, output: Any) -> Any:
-            contribution = anatomy.rows_first(sublayer.contribution(arguments, output).reshape(shape))
-            new = self.apply(variant, number, torch.zeros_like(contribution), contribution)
-            return sublayer.with_contribution(arguments, output, anatomy.as_model(new))
-
-        return edit
+    def _ablated_part(self, variant: Variant, number: int, contribution: Tensor) -> Tensor:
+        return self.apply(variant, number, torch.zeros_like(contribution), contribution)
 
     def apply(self, variant: Variant, number: int | None, before: Tensor, after: Tensor) -> Tensor:
         """The stream with a contribution replaced, `[batch, pos, ...]`.

@@ -1,15 +1,13 @@
 """The measuring part of a trace: batch by batch through the engine and the lens, into a store that survives."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from tracer.ablations import Calibration, CalibrationSums, Edits, Part, Positions, Variant, sweep
 from tracer.batches import (
@@ -34,6 +32,7 @@ from tracer.partial import PartialRun
 from tracer.particle import ParticleRule
 from tracer.probes import TargetReading, TokenizedProbe
 from tracer.recovery import block_recovery, block_recovery_tokens
+from tracer.runs import token_bar
 from tracer.statistics import rng
 from tracer.tuned_lens import TunedLens
 
@@ -191,7 +190,7 @@ class Measuring:
         total = sum(
             block_recovery_tokens(self.model, items, engine=self.engine, batch_tokens=most) for items in todo.values()
         )
-        with work_bar(total, f"recovery {self.model.name}", self.progress) as advance:
+        with token_bar(total, f"recovery {self.model.name}", self.progress) as advance:
             for name, items in todo.items():
                 found = block_recovery(self.model, items, engine=self.engine, batch_tokens=most, on_tokens=advance)
                 self.store[name] = {"recovery": found}
@@ -204,7 +203,7 @@ class Measuring:
             name: block_tokens(self.model.n_blocks, variants, batch.tokens.ids.numel(), self.engine)
             for name, batch, variants in todo
         }
-        with work_bar(sum(tokens.values()), f"trace {self.model.name}", self.progress) as advance:
+        with token_bar(sum(tokens.values()), f"trace {self.model.name}", self.progress) as advance:
             for name, batch, variants in todo:
                 began = time.perf_counter()
                 edits = edits_for(
@@ -304,10 +303,3 @@ class Measuring:
         streams = np.concatenate([self.store[f"{BATCH}{n:05d}"]["streams"] for n in range(len(batches))], axis=1)
         matrix = cka_matrix(torch.from_numpy(streams))
         return None if matrix is None else matrix.numpy()
-
-
-@contextmanager
-def work_bar(total: int, label: str, show: bool) -> Iterator[Callable[[int], object]]:
-    """A progress bar over the tokens that pass through blocks; yields the function that advances it."""
-    with tqdm(total=total, desc=label, unit="tok", unit_scale=True, disable=not show or total == 0) as bar:
-        yield bar.update

@@ -6,7 +6,7 @@ The run that is changed is called the base, the one whose streams are put in the
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -16,9 +16,9 @@ from torch import Tensor
 from tracer.ablations import Summand, donated
 from tracer.batches import ProbeBatch
 from tracer.errors import InputError
-from tracer.models.plain import Adapter, Arguments, BlockSite, State
+from tracer.models.plain import Adapter, BlockSite, State
 from tracer.models.streams import Streams
-from tracer.models.sublayers import Sublayer, Sublayers
+from tracer.models.sublayers import Sublayers, with_edited_sublayers
 from tracer.models.tokens import TokenBatch
 
 Component = Literal["resid", "block", "mixer", "mlp"]
@@ -146,27 +146,11 @@ class PatchEdits:
             new = self._put(variant, anatomy.rows_first(state[0]), given.contributions[variant.place, None], onto)
             return (anatomy.as_model(new), *state[1:])
         assert self.sublayers is not None
-        edits = {
-            self.adapter.modules[sublayer.module]: partial(self._sublayer, variant, number, sublayer, before[0].shape)
-            for number, sublayer in enumerate(self.sublayers.blocks[variant.place])
-            if sublayer.role == variant.component
-        }
-        return site.run(before, edits=edits)
+        put = partial(self._put_part, variant)
+        return with_edited_sublayers(self.adapter, site, before, self.sublayers, variant.component, put)
 
-    def _sublayer(
-        self,
-        variant: PatchVariant,
-        number: int,
-        sublayer: Sublayer,
-        shape: torch.Size,
-        arguments: Arguments,
-        output: Any,
-    ) -> Any:
-        """What a sub-layer returns instead; see `tracer.models.plain.OutputEdit`."""
-        anatomy = self.adapter.anatomy
-        own = anatomy.rows_first(sublayer.contribution(arguments, output).reshape(shape))
-        new = self._put(variant, own, self.givers[variant.giver].contributions[variant.place, number])
-        return sublayer.with_contribution(arguments, output, anatomy.as_model(new))
+    def _put_part(self, variant: PatchVariant, number: int, contribution: Tensor) -> Tensor:
+        return self._put(variant, contribution, self.givers[variant.giver].contributions[variant.place, number])
 
     def _put(self, variant: PatchVariant, own: Tensor, given: Tensor, onto: Tensor | None = None) -> Tensor:
         """The base's own `[batch, pos, ...]` with what is given (on top of `onto`) at the variant's positions."""

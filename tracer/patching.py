@@ -6,7 +6,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -22,7 +22,7 @@ from tracer.patch_results import ALL, FILES, SCHEMA, PatchResult, cell_table, ty
 from tracer.probes import Probe, ProbeSet, Skipped, TokenizedProbe, TokenizedProbes, Tokenizer, read_probes, tokenize
 from tracer.recovery import AGREE, MIN_GAP, Direction, Metric, Patcher, PatchMeasures, recovered, why_undefined
 from tracer.results import check_free
-from tracer.runs import allowed_engine, check_fit, first_of_each_group, token_bar, versions
+from tracer.runs import allowed_engine, check_fit, corrupt_of, first_of_each_group, token_bar, versions
 
 TOGETHER = "together"
 PATCH_TARGETS = ("single", "first")
@@ -125,7 +125,7 @@ def patch(
         unequal=True,
     )
     pairs, skipped = _pairs(probe_set, tokenized, strict=not (probe_set.shipped or skip_bad), equal=mapped is None)
-    check_fit(opened, [*pairs, *map(_corrupt_of, pairs)])
+    check_fit(opened, [*pairs, *map(corrupt_of, pairs)])
     pairs = first_of_each_group(pairs, limit)
     longest = [max(map(len, rows)) for rows in zip(*((p.prompt_ids, p.corrupt_ids or ()) for p in pairs), strict=True)]
     columns = _columns(wanted, mapped, *(longest[::-1] if direction == "denoise" else longest))
@@ -305,14 +305,6 @@ def _pairs(
         first = next((f" (the first: {skip.reason})" for skip in (*skipped, *tokenized.skipped)), "")
         raise InputError(f"none of the {len(probe_set)} probes of {probe_set.name!r} can be patched{first}")
     return tuple(pairs), skipped
-
-
-def _corrupt_of(pair: TokenizedProbe) -> TokenizedProbe:
-    assert pair.corrupt_ids is not None
-    assert pair.corrupt_target_id is not None
-    return TokenizedProbe(
-        replace(pair.probe, id=f"{pair.probe.id} (corrupt)"), pair.corrupt_ids, (pair.corrupt_target_id,)
-    )
 
 
 def _probe_table(

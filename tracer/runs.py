@@ -4,6 +4,7 @@ import platform
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.metadata import version
 from typing import cast, get_args
 
@@ -50,6 +51,15 @@ def check_fit(model: TracedModel, items: Sequence[TokenizedProbe]) -> None:
                 f"probe {item.probe.id} has token {largest}, but {model.name} has only {known}: pass the "
                 "tokenizer, or the token ids, that belong to the model"
             )
+
+
+def corrupt_of(pair: TokenizedProbe) -> TokenizedProbe:
+    """The corrupt half of a pair, as a probe of its own."""
+    assert pair.corrupt_ids is not None
+    assert pair.corrupt_target_id is not None
+    return TokenizedProbe(
+        replace(pair.probe, id=f"{pair.probe.id} (corrupt)"), pair.corrupt_ids, (pair.corrupt_target_id,)
+    )
 
 
 def first_of_each_group(items: Sequence[TokenizedProbe], limit: int | None) -> tuple[TokenizedProbe, ...]:

@@ -3,16 +3,10 @@
 import hashlib
 import json
 import os
-import platform
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any, cast, get_args
-
-import torch
-import transformers
+from typing import Any, get_args
 
 from tracer.ablations import Positions, ablation_kinds, part_names
 from tracer.assembly import assembled
@@ -29,12 +23,12 @@ from tracer.probes import (
     Probe,
     ProbeSet,
     TargetReading,
-    TokenizedProbe,
     TokenizedProbes,
     read_probes,
     tokenize,
 )
 from tracer.results import PARTIAL, TraceResult, check_free
+from tracer.runs import allowed_engine, check_fit, corrupt_of, first_of_each_group, versions
 from tracer.tuned_lens import TunedLens
 
 
@@ -139,14 +133,15 @@ def trace(
         check_free(folder, force=force or resume)
     probe_set = read_probes(probes, skip_bad=skip_bad, groups=groups)
     opened = model if isinstance(model, TracedModel) else load(model, progress=progress, **(load_options or {}))
-    if engine == "onepass" and opened.engine == "full":
-        raise InputError(f"engine 'onepass' is not exact on {opened.name} ({opened.self_check.reason}): pass 'full'")
+    used = allowed_engine(opened, engine)
     _check_reach(opened, settings)
     if lens is not None:
         lens.check(opened)
     tokenized = tokenize(probe_set, opened.tokenizer, target=settings.target, skip_bad=skip_bad)
-    _check_fit(opened, tokenized.items)
-    tokenized = replace(tokenized, items=_first_of_each_group(tokenized.items, settings.limit))
+    check_fit(opened, tokenized.items)
+    if settings.recovery:
+        check_fit(opened, [corrupt_of(item) for item in tokenized.items if item.corrupt_ids is not None])
+    tokenized = replace(tokenized, items=first_of_each_group(tokenized.items, settings.limit))
     if not tokenized.items:
         first = f" (the first: {tokenized.skipped[0].reason})" if tokenized.skipped else ""
         raise InputError(f"none of the {len(probe_set)} probes of {probe_set.name!r} can be used{first}")
@@ -155,7 +150,6 @@ def trace(
             f"none of the {len(tokenized)} probes of {probe_set.name!r} has a usable corrupt prompt, which recovery "
             "needs: add corrupt and corrupt_target, or leave recovery out"
         )
-    used = cast(Engine, engine or opened.engine)
     plan = _plan(opened, probe_set, tokenized, settings, used, lens)
     if folder is not None and resume and (folder / "run.json").exists() and not (folder / PARTIAL).exists():
         return _finished(folder, plan)
@@ -186,33 +180,6 @@ def _check_reach(model: TracedModel, settings: Settings) -> None:
         )
 
 
-def _check_fit(model: TracedModel, items: Sequence[TokenizedProbe]) -> None:
-    """Refuse probes that the model has no positions or no embeddings for, before anything runs."""
-    for item in items:
-        length, largest = len(item.prompt_ids) + len(item.target_ids) - 1, max(item.prompt_ids + item.target_ids)
-        if model.positions is not None and length > model.positions:
-            raise InputError(
-                f"probe {item.probe.id} has {length} tokens, but {model.name} has {model.positions} positions: "
-                "shorten it"
-            )
-        known = min(model.anatomy.vocab, model.embeddings)
-        if largest >= known:
-            raise InputError(
-                f"probe {item.probe.id} has token {largest}, but {model.name} has only {known}: pass the "
-                "tokenizer, or the token ids, that belong to the model"
-            )
-
-
-def _first_of_each_group(items: Sequence[TokenizedProbe], limit: int | None) -> tuple[TokenizedProbe, ...]:
-    seen: Counter[str] = Counter()
-    kept = []
-    for item in items:
-        seen[item.probe.group] += 1
-        if limit is None or seen[item.probe.group] <= limit:
-            kept.append(item)
-    return tuple(kept)
-
-
 def _plan(
     model: TracedModel,
     probes: ProbeSet,
@@ -240,12 +207,7 @@ def _plan(
             **{key: value for key, value in asdict(settings).items() if key != "rule"},
             **{("rule" if key == "name" else key): value for key, value in asdict(settings.rule).items()},
         },
-        "versions": {
-            "tracer": version("layertracer"),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": versions(),
     }
 
 

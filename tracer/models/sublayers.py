@@ -9,9 +9,10 @@ only decide which of the found modules are called mixer and which MLP.
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations, product
 from typing import Any, Literal
 
@@ -121,6 +122,47 @@ class Sublayers:
     def exact(self) -> bool:
         """Whether every block is the exact sum of its sub-layers."""
         return max(self.gaps) <= self.limit
+
+
+def with_edited_sublayers(
+    adapter: Adapter,
+    site: BlockSite,
+    before: State,
+    sublayers: Sublayers,
+    role: Role,
+    edit: Callable[[int, Tensor], Tensor],
+) -> State:
+    """The state after a block whose sub-layers of one role add something else to the stream.
+
+    Args:
+        adapter: the opened model.
+        site: the block, while the model runs.
+        before: the state that it receives.
+        sublayers: of the model.
+        role: which of them are edited.
+        edit: from the number of a sub-layer in its block and its contribution `[batch, pos, ...]` to another one.
+    """
+    assert before[0] is not None
+    shape = before[0].shape
+    chosen = {
+        adapter.modules[sublayer.module]: partial(_edited, adapter, sublayer, partial(edit, number), shape)
+        for number, sublayer in enumerate(sublayers.blocks[site.index])
+        if sublayer.role == role
+    }
+    return site.run(before, edits=chosen)
+
+
+def _edited(
+    adapter: Adapter,
+    sublayer: Sublayer,
+    edit: Callable[[Tensor], Tensor],
+    shape: torch.Size,
+    arguments: Arguments,
+    output: Any,
+) -> Any:
+    """What a sub-layer returns instead; see `tracer.models.plain.OutputEdit`."""
+    contribution = adapter.anatomy.rows_first(sublayer.contribution(arguments, output).reshape(shape))
+    return sublayer.with_contribution(arguments, output, adapter.anatomy.as_model(edit(contribution)))
 
 
 @dataclass(frozen=True)
