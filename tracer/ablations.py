@@ -308,16 +308,16 @@ class Edits:
     whole: bool = True
     sublayers: Sublayers | None = None
 
-    def at_depth(self, variant: Variant, site: BlockSite, before: State | None, state: State) -> State:
+    def at_depth(self, variant: Variant, site: BlockSite, before: State | None, clean: Callable[[], State]) -> State:
         """The state after the block under an ablation; see `tracer.engine.StreamEdits`."""
         assert before is not None
-        assert before[0] is not None
-        assert state[0] is not None
         if variant.part != "block":
             assert self.sublayers is not None
             ablated = partial(self._ablated_part, variant)
             return with_edited_sublayers(self.adapter, site, before, self.sublayers, variant.part, ablated)
-        anatomy = self.adapter.anatomy
+        anatomy, state = self.adapter.anatomy, clean()
+        assert before[0] is not None
+        assert state[0] is not None
         new = self.apply(variant, None, anatomy.rows_first(before[0]), anatomy.rows_first(state[0]))
         # A block that is skipped whole also hands on unchanged what else it was handed.
         return (anatomy.as_model(new), *(before if variant.kind == "zero" and self.whole else state)[1:])

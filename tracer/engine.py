@@ -8,6 +8,7 @@ probe instead of L(L + 1) for a loop over whole forwards, and every weight is re
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
@@ -39,14 +40,15 @@ V = TypeVar("V", bound=StreamVariant, contravariant=True)
 class StreamEdits(Protocol[V]):
     """How variants act on one batch."""
 
-    def at_depth(self, variant: V, site: BlockSite, before: State | None, state: State) -> State:
+    def at_depth(self, variant: V, site: BlockSite, before: State | None, clean: Callable[[], State]) -> State:
         """The state at the variant's depth.
 
         Args:
             variant: the edit.
             site: the block before that depth; block 0 for depth 0.
             before: the state that this block received; None for depth 0.
-            state: the clean state at the depth.
+            clean: gives the clean state at the depth. It may run the block, which an edit that runs the block itself
+                must not let happen: some blocks write to what others read.
         """
         ...
 
@@ -125,11 +127,10 @@ def departing(variant: V, edits: StreamEdits[V]) -> Visitor:
 
     def visit(site: BlockSite) -> State:
         if variant.depth == 0 and site.index == 0:
-            return site.run(edits.at_depth(variant, site, None, copied(site.state)))
+            return site.run(edits.at_depth(variant, site, None, partial(copied, site.state)))
         if site.index + 1 != variant.depth:
             return site.run()
-        before = copied(site.state)
-        return edits.at_depth(variant, site, before, site.run())
+        return edits.at_depth(variant, site, copied(site.state), site.run)
 
     return visit
 
@@ -152,7 +153,7 @@ def _onepass(
     def depart(site: BlockSite, depth: int, before: State | None, state: State) -> None:
         for index, variant in enumerate(variants):
             if variant.depth == depth:
-                _add(chunks, index, edits.at_depth(variant, site, before, state), dims, most_copies)
+                _add(chunks, index, edits.at_depth(variant, site, before, lambda: state), dims, most_copies)
 
     def visit(site: BlockSite) -> State:
         clean.append(_read(anatomy, site.state, reads))

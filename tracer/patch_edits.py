@@ -3,7 +3,7 @@
 The run that is changed is called the base, the one whose streams are put in the giver.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -132,16 +132,21 @@ class PatchEdits:
     givers: Mapping[Giver, Given]
     sublayers: Sublayers | None = None
 
-    def at_depth(self, variant: PatchVariant, site: BlockSite, before: State | None, state: State) -> State:
+    def at_depth(
+        self, variant: PatchVariant, site: BlockSite, before: State | None, clean: Callable[[], State]
+    ) -> State:
         """The state at the variant's depth, patched."""
         given, anatomy = self.givers[variant.giver], self.adapter.anatomy
-        assert state[0] is not None
         if variant.component == "resid":
+            state = clean()
+            assert state[0] is not None
             new = self._put(variant, anatomy.rows_first(state[0]), given.streams[variant.place])
             return (anatomy.as_model(new), *state[1:])
         assert before is not None
-        assert before[0] is not None
         if variant.component == "block":
+            state = clean()
+            assert before[0] is not None
+            assert state[0] is not None
             onto = anatomy.rows_first(before[0])
             new = self._put(variant, anatomy.rows_first(state[0]), given.contributions[variant.place, None], onto)
             return (anatomy.as_model(new), *state[1:])

@@ -279,3 +279,29 @@ def test_opening_costs_at_most_six_forwards():
         )
     open_plain(model)
     assert tokens[0] <= 6 * BLOCKS * 3 * 11
+
+
+class Board(nn.Module):
+    """Leaves something on itself in block 0 that block 1 reads: state that no argument shows."""
+
+    def __init__(self, block: nn.Module, index: int, board: dict):
+        super().__init__()
+        self.block, self.index, self.board = block, index, board
+
+    def forward(self, hidden):
+        if self.index == 0:
+            self.board["left"] = hidden.flip(-1)
+        if self.index == 1:
+            hidden = hidden + self.board["left"]
+        return self.block(hidden)
+
+
+@pytest.mark.parametrize("n_blocks", [2, 4])
+def test_what_blocks_remember_does_not_stand_in_for_running_them(n_blocks):
+    """Resumed at once after a run on the same tokens, such a model would look as if its residual were all."""
+    model = planted(1, n_blocks=n_blocks)
+    board: dict = {}
+    model.blocks = nn.ModuleList(Board(block, index, board) for index, block in enumerate(model.blocks))
+    _, check = open_plain(model)
+    assert check.engine == "full"
+    assert "resume 1" in check.reason

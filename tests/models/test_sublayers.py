@@ -7,9 +7,11 @@ import numpy as np
 import oracle
 import pytest
 import torch
+from planted import PlantedConfig, PlantedModel
 from tiny import BLOCKS, FAMILIES, tiny, word_tokenizer
 from torch import nn
 from transformer_lens.model_bridge.sources import build_bridge_from_module
+from transformers.modeling_outputs import CausalLMOutput
 
 import tracer
 from tracer.ablations import CalibrationSums
@@ -244,3 +246,72 @@ def test_a_large_stream_does_not_hide_a_small_part():
     assert sublayers.exact, sublayers.gaps
     assert all([s.role for s in block] == ["mixer", "mlp"] for block in sublayers.blocks)
     assert {s.scale for block in sublayers.blocks for s in block} == {1.0}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "granite", "bloom", "qwen3_next", "falcon_h1", "opt"])
+def test_low_precision_finds_the_same_sublayers(family):
+    exact, rounded = found(tiny(family)), found(tiny(family).to(torch.bfloat16))
+    assert rounded.exact
+    for block, other in zip(exact.blocks, rounded.blocks, strict=True):
+        assert [(s.role, s.module, s.residual_path) for s in block] == [
+            (s.role, s.module, s.residual_path) for s in other
+        ]
+        assert [s.scale for s in block] == pytest.approx([s.scale for s in other], rel=2e-3)
+
+
+class History(PlantedModel):
+    """Blocks that write what their mixer adds to a list, which later blocks read."""
+
+    def __init__(self, config: PlantedConfig):
+        super().__init__(config)
+        width = 2 * config.vocab_size
+        self.blocks = nn.ModuleList(HistoryBlock(width, index) for index in range(config.n_blocks))
+
+    def forward(self, input_ids, attention_mask=None):
+        hidden, history = self.embedding(input_ids), []
+        for block in self.blocks:
+            hidden = block(hidden, history)
+        return CausalLMOutput(logits=self.head(hidden))
+
+
+class Mean(nn.Module):
+    """The mean over the positions so far, mixed."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x):
+        return self.linear(x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[None, :, None])
+
+
+class HistoryBlock(nn.Module):
+    def __init__(self, width: int, seed: int):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.self_attn = Mean(width)
+        self.mlp = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
+
+    def forward(self, x, history):
+        earlier = sum(history) / len(history) if history else torch.zeros_like(x)
+        added = self.self_attn(x + earlier)
+        history.append(added)
+        return x + added + self.mlp(x + added)
+
+
+def test_a_block_that_writes_to_what_others_read_runs_once_in_a_forward():
+    """Otherwise the ablated part would stand in the history beside the one that it replaces."""
+    model = History(PlantedConfig(n_blocks=4)).eval()
+    traced = tracer.load(model, word_tokenizer(64))
+    assert traced.engine == "full"
+    ids = [5, 6, 7, 8, 9]
+    probe = Probe(prompt_ids=tuple(ids), target_id=9, group="g", id="p")
+    result = tracer.trace(traced, [probe], parts=["mixer", "mlp"], progress=False)
+    for part, name in (("mixer", "self_attn"), ("mlp", "mlp")):
+        for block in range(4):
+            module = getattr(model.blocks[block], name)
+            handle = module.register_forward_hook(lambda module, args, output: torch.zeros_like(output))
+            with torch.no_grad():
+                expected = model(torch.tensor([ids])).logits[0, -1].double().log_softmax(-1)[9].item()
+            handle.remove()
+            assert result.arrays[f"log_p_zero_{part}"][block, 0] == pytest.approx(expected, abs=1e-5)

@@ -44,6 +44,15 @@ def test_table_has_one_row_for_every_entry():
     assert TABLE.loc[TABLE["outcome"] == "not buildable"].set_index("model_type")["why"].to_dict() == UNBUILDABLE
 
 
+def test_table_was_measured_with_the_pinned_versions():
+    pinned = dict(
+        line.split("==") for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").split() if "==" in line
+    )
+    columns = {"transformers": "transformers", "torch": "torch", "transformer_lens_version": "transformer-lens"}
+    for column, package in columns.items():
+        assert set(TABLE[column]) == {pinned[package]}, f"make support, after {package} has changed"
+
+
 def test_what_is_null_in_the_table():
     assert tuple(TABLE.columns) == support_table.COLUMNS
     assert TABLE["blocks"].dtype == "Int64"

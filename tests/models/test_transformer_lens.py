@@ -145,14 +145,15 @@ def fails(*args: object) -> None:
 
 @pytest.mark.parametrize("family", ["gemma2", "opt", "mamba", "qwen3_5", "mixtral"])
 def test_what_is_opened_by_folder_is_booted_and_gives_the_numbers_of_plain_hooks(tmp_path, family):
+    if family == "gemma2" and older_than("5.21"):
+        pytest.skip("before transformers 5.21, Gemma 2 loses the soft-cap of its attention unless that is eager")
     tiny(family).save_pretrained(tmp_path)
     word_tokenizer().save_pretrained(tmp_path)
     bridged = tracer.load(tmp_path, progress=False)
     assert isinstance(bridged.model, TransformerBridge)
     assert bridged.backend == "transformer_lens"
-    # Mamba has no attention, and that of Gemma 2 is always computed so since transformers 5.21.
-    as_before = family == "mamba" or (family == "gemma2" and not older_than("5.21"))
-    eager = "" if as_before else ": attention runs in its eager form"
+    # Mamba has no attention, and that of Gemma 2 is always computed so.
+    eager = ": attention runs in its eager form" if family not in ("mamba", "gemma2") else ""
     assert bridged.opened.notes == (f"booted as TransformerBridge{eager}",)
     assert bridged.anatomy.calls[2].module == "blocks.2"
     plain = tracer.load(tmp_path, backend="hooks", progress=False)

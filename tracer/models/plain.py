@@ -104,7 +104,7 @@ class BlockSite:
         arguments = replaced(self._arguments, values)
         with edited_outputs(edits) if edits else nullcontext():
             output = self._adapter.call(self.module, arguments)
-        if state is None and not edits:
+        if state is None or (self._output is None and copies == 1):
             self._output = output
         return tuple(get(output, path) for path in self._adapter.output_paths)
 

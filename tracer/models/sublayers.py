@@ -36,8 +36,8 @@ What the sum may lose by rounding where the stream itself is large is not counte
 
 ROUNDING = 4
 
-SNAP = 1e-4
-"""A scale this near to a whole number is that number: the fit knows it no better where the stream is large."""
+KNOWN = 0.05
+"""Entries of the stream whose rounding is a larger share of the contribution say nothing about it."""
 
 MOST_TERMS = 5
 """A block with more summands than this is not taken apart."""
@@ -192,26 +192,37 @@ def find_sublayers(adapter: Adapter) -> Sublayers:
     """
     blocks: list[tuple[Sublayer, ...]] = []
     gaps: list[float] = []
-    exact = 0.0
+    outputs: list[State] = []
+    limit = MAX_GAP
     names = {module: name for name, module in adapter.modules.items()}
 
-    def visit(site: BlockSite) -> State:
-        nonlocal exact
+    def find(site: BlockSite) -> State:
+        nonlocal limit
         before = copied(site.state)
         with _recorded(site.module) as calls:
             after = copied(site.run())
         assert before[0] is not None
         assert after[0] is not None
         if after[0].dtype not in (torch.float32, torch.float64):
-            exact = max(exact, 8 * torch.finfo(after[0].dtype).eps)
-        found, gap = _solved(calls, before[0], after[0], max(exact, MAX_GAP))
-        sublayers = tuple(_sublayer(term, scale, calls, names) for term, scale in found)
-        blocks.append(sublayers)
-        gaps.append(max(gap, _skip_gap(adapter, site, sublayers, before, after)) if sublayers else gap)
+            limit = max(limit, 8 * torch.finfo(after[0].dtype).eps)
+        found, gap = _solved(calls, before[0], after[0], limit)
+        blocks.append(tuple(_sublayer(term, scale, calls, names) for term, scale in found))
+        gaps.append(gap)
+        outputs.append(after)
         return after
 
-    adapter.run(adapter.probe, visit, logits=False)
-    return Sublayers(tuple(blocks), tuple(gaps), max(exact, MAX_GAP), adapter.anatomy.model_class)
+    def prove(site: BlockSite) -> State:
+        if blocks[site.index]:
+            skipped = _skip_gap(adapter, site, blocks[site.index], outputs[site.index])
+            gaps[site.index] = max(gaps[site.index], skipped)
+        else:
+            site.run()
+        return outputs[site.index]
+
+    adapter.run(adapter.probe, find, logits=False)
+    if any(blocks):  # in a forward of its own: some blocks write to what others read, and may run only once in each
+        adapter.run(adapter.probe, prove, logits=False)
+    return Sublayers(tuple(blocks), tuple(gaps), limit, adapter.anatomy.model_class)
 
 
 @contextmanager
@@ -240,11 +251,7 @@ def _solved(
 ) -> tuple[list[tuple[_Term, float]], float]:
     """The block's contribution as a sum of terms with their scales, and the relative gap of the best sum."""
     x, y = _flat(before), _flat(after)
-    whole = y - x
-    rounding = ROUNDING * torch.finfo(after.dtype).eps * (np.abs(x) + np.abs(y))
-    # Every position counts alike: what is added at attention sinks can be a thousand times as large as elsewhere.
-    sizes = np.abs(whole.reshape(-1, before.shape[-1])).max(axis=1)
-    weights = np.repeat(1 / np.where(sizes > 0, sizes, np.inf), before.shape[-1])
+    whole = _Whole.of(x, y, before.shape[-1], torch.finfo(after.dtype).eps, limit)
     best = 1.0
     once = {call.name for call in calls if sum(other.module is call.module for other in calls) == 1}
     for depth in (1, 2, 3):
@@ -252,11 +259,12 @@ def _solved(
         plain = [t for call in chosen if (t := _plain_term(call, before, (x, y))) is not None]
         for terms in (plain, *_adding(chosen, before, x)):
             most = MOST_TERMS if terms is plain else 2
-            found, gap = _subset(_distinct(terms), whole * weights, rounding * weights, weights, limit, most)
-            best = min(best, gap)
+            found, gap = _subset(_distinct(terms), whole, most)
             if found and not _holds_both(found):
                 return found, gap
-    return [], best
+            best = min(best, gap)
+    # A block that adds something is not the sum of nothing, however small the best gap.
+    return [], max(best, 2 * limit)
 
 
 def _outermost(calls: Sequence[_Call], depth: int, once: set[str]) -> list[_Call]:
@@ -306,37 +314,68 @@ def _distinct(terms: Sequence[_Term]) -> list[_Term]:
     return kept
 
 
-def _subset(
-    terms: Sequence[_Term],
-    whole: np.ndarray,
-    rounding: np.ndarray,
-    weights: np.ndarray,
-    limit: float,
-    most: int,
-) -> tuple[list[tuple[_Term, float]], float]:
+@dataclass(frozen=True)
+class _Whole:
+    """A block's contribution, as far as it can be known.
+
+    Attributes:
+        value: its entries relative to the largest one at their position: what is added at attention sinks can be a
+            thousand times as large as elsewhere, and every position counts alike.
+        known: which entries of the stream these are: those whose rounding leaves something of the contribution.
+        weights: what turns their absolute values into relative ones.
+        rounding: how far a sum may be off by rounding, relative likewise.
+        limit: what a gap is held to.
+    """
+
+    value: np.ndarray
+    known: np.ndarray
+    weights: np.ndarray
+    rounding: np.ndarray
+    limit: float
+
+    @classmethod
+    def of(cls, x: np.ndarray, y: np.ndarray, width: int, eps: float, limit: float) -> "_Whole":
+        """From the stream before and after the block, flattened, `width` entries a position."""
+        sizes = np.abs((y - x).reshape(-1, width)).max(axis=1)
+        weights = np.repeat(1 / np.where(sizes > 0, sizes, np.inf), width)
+        rounding = ROUNDING * eps * (np.abs(x) + np.abs(y)) * weights
+        known = (rounding <= KNOWN) & (weights > 0)
+        return cls(((y - x) * weights)[known], known, weights[known], rounding[known], limit)
+
+    @property
+    def enough(self) -> bool:
+        """Whether so much is known that a sum can be judged."""
+        return bool(self.known.mean() >= 0.1)
+
+    def gap(self, total: np.ndarray) -> float:
+        """How far a sum of terms is from the whole, beyond rounding."""
+        return max(0.0, float((np.abs(total - self.value) - self.rounding).max()))
+
+
+def _subset(terms: Sequence[_Term], whole: _Whole, most: int) -> tuple[list[tuple[_Term, float]], float]:
     """The smallest set of terms that sums to the whole, and the relative gap of the best set tried."""
     best = 1.0
-    if not len(terms) or not whole.any():
+    if not len(terms) or not whole.enough:
         return [], best
-    columns = np.stack([term.value * weights for term in terms], axis=1)
-    gram, right = columns.T @ columns, columns.T @ whole
+    columns = np.stack([term.value[whole.known] * whole.weights for term in terms], axis=1)
+    gram, right, square = columns.T @ columns, columns.T @ whole.value, whole.value @ whole.value
+    noise = 1e-4 + (whole.rounding @ whole.rounding) / square
     for size in range(1, most + 1):
         for chosen in combinations(range(len(terms)), size):
             index = list(chosen)
             scales = np.linalg.lstsq(gram[np.ix_(index, index)], right[index], rcond=None)[0]
             # The normal equations decide cheaply whether a set is worth an exact look.
-            rest = 1 - scales @ right[index] / (whole @ whole)
-            if rest > 1e-4:
+            rest = 1 - scales @ right[index] / square
+            if rest > noise:
                 best = min(best, float(np.sqrt(max(rest, 0.0))))
                 continue
-            scales = np.linalg.lstsq(columns[:, index], whole, rcond=None)[0]
-            scales = np.where(np.abs(scales - scales.round()) < SNAP, scales.round(), scales)
             adding = [terms[i].residual_path is not None for i in index]
-            off = np.abs(columns[:, index] @ scales - whole) - rounding
-            gap = max(0.0, float(off.max()))
-            best = min(best, gap)
-            if gap <= limit and (np.abs(scales) > 1e-4).all() and (scales[adding] == 1).all():
-                return [(terms[i], float(scale)) for i, scale in zip(index, scales, strict=True)], gap
+            # Most blocks add their parts as they are; a fit knows a scale no better than the stream's precision.
+            for scales in (np.ones(size), np.linalg.lstsq(columns[:, index], whole.value, rcond=None)[0]):
+                gap = whole.gap(columns[:, index] @ scales)
+                best = min(best, gap)
+                if gap <= whole.limit and (np.abs(scales) > 1e-2).all() and (scales[adding] == 1).all():
+                    return [(terms[i], float(scale)) for i, scale in zip(index, scales, strict=True)], gap
     return [], best
 
 
@@ -384,8 +423,12 @@ def _role(call: _Call) -> Role | None:
     return "mixer" if mixer_kind(call.module) is not None else "mlp"
 
 
-def _skip_gap(adapter: Adapter, site: BlockSite, sublayers: Sequence[Sublayer], before: State, after: State) -> float:
-    """How far the block is from handing on its input when every found contribution is taken away."""
+def _skip_gap(adapter: Adapter, site: BlockSite, sublayers: Sequence[Sublayer], after: State) -> float:
+    """How far the block is from handing on its input when every found contribution is taken away.
+
+    Relative to what it added to reach `after`.
+    """
+    before = copied(site.state)
 
     def without(sublayer: Sublayer) -> OutputEdit:
         def edit(arguments: Arguments, output: Any) -> Any:
@@ -395,7 +438,7 @@ def _skip_gap(adapter: Adapter, site: BlockSite, sublayers: Sequence[Sublayer], 
         return edit
 
     try:
-        rest = site.run(copied(before), edits={adapter.modules[s.module]: without(s) for s in sublayers})
+        rest = site.run(edits={adapter.modules[s.module]: without(s) for s in sublayers})
     except HookError:
         return 1.0
     assert rest[0] is not None
