@@ -9,6 +9,7 @@ import gc
 import weakref
 
 import accelerate
+import every_model
 import oracle
 import pytest
 import torch
@@ -256,6 +257,33 @@ def test_other_positions_keep_their_contribution_bit_by_bit():
                 assert not torch.equal(logits(model), clean)
         same = (outputs[0] == outputs[-1]).all(-1)[0].tolist()
         assert same == [True, True, True, False, True, True, False]
+
+
+@pytest.mark.parametrize("length", [5, 64])  # 64: as many positions as the stream is wide
+@pytest.mark.parametrize(
+    ("positions", "shape"),
+    [(None, None), (3, None), ([-1, 2], None), (None, (64,)), ([4, 0], (64,)), ([4, 0], (2, 2, 64)), (None, "whole")],
+)
+def test_a_sublayer_that_folds_batch_and_positions_is_ablated_where_asked(length, positions, shape):
+    model = shared("opt")  # its fc2 returns [batch * pos, d_model]
+    ids = torch.randint(3, 100, (2, length), generator=torch.Generator().manual_seed(length))
+    shape = (2, length, 64) if shape == "whole" else shape
+    value = None if shape is None else torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    folded = []
+
+    def by_hand(module, args, kwargs, output):
+        folded.append(output.dim() == 2)
+        new = output.clone().view(2, length, 64)
+        new[:, slice(None) if positions is None else positions] = 0.0 if value is None else value
+        return new.view(output.shape)
+
+    with raw_hook(oracle.blocks_of(model)[1].fc2, by_hand):
+        expected = logits(model, ids)
+    assert folded == [True]
+    with hooks.ablate(model, 1, "mlp", contribution=value, positions=positions):
+        ours = logits(model, ids)
+    assert torch.equal(ours, expected)
+    assert (ours - logits(model, ids)).abs().max() > 1e-3
 
 
 def test_a_block_that_is_not_an_exact_sum_of_its_parts_is_refused_with_the_gap():
@@ -1167,6 +1195,50 @@ def test_a_traced_model_and_the_model_itself_nest():
     with hooks.replace(opened, 2, torch.ones(64)), hooks.read(model, depths=2) as reading:
         logits(model)
     assert torch.equal(reading.streams[2], torch.ones(1, 7, 64))
+
+
+def test_models_opened_at_other_blocks_do_not_mix():
+    model = tiny("llama")
+    with hooks.ablate(model, 0, "mlp"):
+        logits(model)
+    inner = tracer.load(model, blocks=[f"model.layers.{i}" for i in (1, 2, 3)])
+    for target, block in ((inner, 1), (model, 0)):
+        with hooks.ablate(target, 0, "mlp"):
+            ours = logits(model)
+        with silenced(model.model.layers[block].mlp):
+            assert torch.allclose(ours, logits(model), atol=1e-5)
+    # Nor does what one of them allows.
+    opened = tracer.load(model)
+    careful = dataclasses.replace(opened, self_check=dataclasses.replace(opened.self_check, engine="full"))
+    stream, ran = torch.randn(1, 7, 64), []
+    with contextlib.ExitStack() as stack:
+        for i, layer in enumerate(model.model.layers):
+            stack.enter_context(raw_hook(layer.mlp, lambda m, a, k, o, i=i: ran.append(i)))
+        for target, expected in ((careful, [0, 1, 2, 3]), (model, [3])):
+            ran.clear()
+            with hooks.resume(target, 3, stream):
+                logits(model)
+            assert ran == expected
+
+
+def test_blocks_that_are_no_modules_are_refused():
+    model = every_model.build("xlm")
+    names = [f"transformer.attentions.{i}:transformer.layer_norm2.{i}" for i in range(4)]
+    opened = tracer.load(model, blocks=names)
+    before = counts(model)
+    stream = torch.zeros(1, 7, opened.anatomy.d_model)
+    for context in (
+        hooks.read(opened),
+        hooks.ablate(opened, 1),
+        hooks.ablate(opened, 1, "mlp"),
+        hooks.replace(opened, 1, stream),
+        hooks.add(opened, 1, stream),
+        hooks.resume(opened, 1, stream),
+    ):
+        message = r"block 0 \(transformer.attentions.0:transformer.layer_norm2.0\), which is no module.*: pass [^\n]*$"
+        with pytest.raises(InputError, match=message):
+            context.__enter__()
+    assert counts(model) == before
 
 
 # Memory and examples

@@ -24,7 +24,7 @@ from tracer.patch_edits import PatchEdits
 from tracer.patch_results import FILES, PatchResult, cell_table
 from tracer.plots import write_figures
 from tracer.probes import Probe, ProbeSet, read_probes, tokenize
-from tracer.recovery import AGREE, REVERSED, Patcher, block_recovery, block_recovery_tokens
+from tracer.recovery import AGREE, NO_PAIR, REVERSED, UNEQUAL, Patcher, block_recovery, block_recovery_tokens
 from tracer.statistics import bootstrap_profile, pooled_interval
 
 LENGTHS = (5, 9, 6, 5)
@@ -219,13 +219,17 @@ def test_metrics_are_those_of_the_model_itself(metric):
 @pytest.mark.parametrize("family", ["llama", "mamba2", "bloom"])
 def test_block_recovery_puts_a_whole_contribution_in(family):
     traced = tracer.load(tiny(family), word_tokenizer())
-    probes = [*pairs_of(traced.model), Probe(prompt_ids=[5, 6, 7], target_id=8, id="no pair")]
-    items = tokenize(ProbeSet("probes", tuple(probes)), None).items
+    unequal = Probe(prompt_ids=[5, 6, 7], target_id=8, corrupt_ids=[5, 6], corrupt_target_id=9, id="unequal")
+    probes = [*pairs_of(traced.model), unequal, Probe(prompt_ids=[5, 6, 7], target_id=8, id="no pair")]
+    items = tokenize(ProbeSet("probes", tuple(probes)), None, unequal=True).items
+    n = len(items) - 2
     seen = []
-    found = block_recovery(traced, items, min_gap=0.1, on_tokens=seen.append)
+    recovery = block_recovery(traced, items, min_gap=0.1, on_tokens=seen.append)
     assert sum(seen) == block_recovery_tokens(traced, items)
-    assert np.isnan(found[:, -1]).all()
-    for i, probe in enumerate(probes[:-1]):
+    assert recovery.undefined == (*[None] * n, UNEQUAL, NO_PAIR)
+    found = recovery.values
+    assert np.isnan(found[:, n:]).all()
+    for i, probe in enumerate(probes[:n]):
         hooks, share = (
             Hooks(traced.model, probe.corrupt_ids, probe.prompt_ids),
             expected(probe, traced.model, "denoise"),
@@ -233,13 +237,14 @@ def test_block_recovery_puts_a_whole_contribution_in(family):
         for block in range(BLOCKS):
             log_p = hooks.log_p("block", block, range(len(probe.prompt_ids)))
             assert found[block, i] == pytest.approx(share(log_p), abs=1e-5)
-    together = tracer.patch(traced, probes[:-1], components="block", positions="together", min_gap=0.1, progress=False)
-    assert np.array_equal(together.arrays["recovery_block"][:, 0], found[:, :-1])
+    together = tracer.patch(traced, probes[:n], components="block", positions="together", min_gap=0.1, progress=False)
+    assert np.array_equal(together.arrays["recovery_block"][:, 0], found[:, :n])
     assert together.cells["position"].isna().all()
     everything = block_recovery(traced, items, min_gap=1e6)
-    assert np.isnan(everything).all()
-    assert block_recovery_tokens(traced, items[-1:]) == 0
-    assert np.isnan(block_recovery(traced, items[-1:])).all()
+    assert np.isnan(everything.values).all()
+    assert everything.undefined == (*[AGREE] * n, UNEQUAL, NO_PAIR)
+    assert block_recovery_tokens(traced, items[n:]) == 0
+    assert np.isnan(block_recovery(traced, items[n:]).values).all()
 
 
 def test_stream_patches_equal_those_of_transformer_lens():
@@ -667,7 +672,9 @@ def test_a_single_column_is_drawn_as_a_profile(llama, positions):
         ({"position_map": {}}, "must name columns, each once"),
         ({"position_map": {-1: 2}}, "position_map has 2: pass numbers below 0"),
         ({"position_map": {-1: -30}}, "position_map takes -1 from -30"),
-        ({"min_gap": 0.0}, "min_gap is 0.0: pass a number above 0"),
+        ({"min_gap": 0.0}, "min_gap is 0.0: pass a finite number above 0"),
+        ({"min_gap": float("inf")}, "min_gap is inf: pass a finite number above 0"),
+        ({"min_gap": float("nan")}, "min_gap is nan: pass a finite number above 0"),
         ({"limit": 0}, "limit is 0: pass a number of at least 1"),
         ({"batch_tokens": 0}, "batch_tokens is 0"),
         ({"seed": -1}, "seed is -1"),

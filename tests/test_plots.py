@@ -106,7 +106,7 @@ def made(
     if both:
         arrays["plain/log_p"] = arrays["log_p"] - 1
         run["plain"] = {"groups": found, "particle_block": run["particle_block"]}
-        run["recovery"] = {"n": n - 1, "undefined": 1}
+        run["recovery"] = {"n": n - 3, "undefined": {"no usable corrupt prompt": 1, "the prompts agree": 2}}
         recovery = rng.uniform(0, 1, n_blocks)
         recovery[-1] = math.nan
         ends = {"recovery": recovery, "recovery_low": recovery - 0.1, "recovery_high": recovery + 0.1}
@@ -384,7 +384,7 @@ def test_recovery_and_the_plain_lens_stand_beside_the_rest():
     assert np.array_equal(points.get_ydata(), result.blocks["recovery"], equal_nan=True)
     expected = result.blocks[["block", "recovery_low", "recovery_high"]].to_numpy()
     assert np.allclose(whiskers(panel), expected[:-1])
-    assert "undefined for 1" in words(figure).replace("\n", " ")
+    assert "undefined for 3" in words(figure).replace("\n", " ")
     for name in ("joint", "lens"):
         drawn = draw(result, name)
         assert "plain logit lens" in words(drawn)

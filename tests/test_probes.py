@@ -19,6 +19,7 @@ from tracer.errors import InputError
 from tracer.models.catalogue import cached_folder
 from tracer.probes import (
     MIN_USABLE,
+    PROBE_KEYS,
     Probe,
     ProbeSet,
     TokenizedProbes,
@@ -70,6 +71,18 @@ def test_a_line_separator_inside_a_text_does_not_end_the_line(write):
     assert probes.probes[0].prompt == "one\u2028two"
 
 
+def test_a_null_stands_for_an_absent_key(write):
+    nulls = dict.fromkeys(PROBE_KEYS)
+    by_text, by_ids = LINE | {"id": "a"}, {"prompt_ids": [3, 4], "target_id": 5}
+    for source in ([nulls | by_text, nulls | by_ids], write(lines(nulls | by_text, nulls | by_ids))):
+        probes = read_probes(source)
+        group = "probes" if isinstance(source, list) else "mine"
+        assert probes.probes == (
+            Probe(**LINE, group=group, id="a"),
+            Probe(prompt_ids=(3, 4), target_id=5, group=group, id=f"{group}-2"),
+        )
+
+
 def test_a_csv_file_keeps_the_space_of_a_target(write):
     data = '\ufeffprompt,target,group,corrupt,corrupt_target\n"Yes, or", no,g,,\n"a\nb", c,h,"d\ne", f\n'
     probes = read_probes(str(write(data.encode(), "mine.csv")))
@@ -90,7 +103,7 @@ def test_a_csv_file_keeps_the_space_of_a_target(write):
         (lines(LINE | {"prompt": ""}), "prompt is empty"),
         (lines(LINE | {"target": " "}), "target is empty"),
         (lines(LINE | {"target": 4}), "target must be text, got int 4"),
-        (lines(LINE | {"prompt": None}), "prompt must be text, got NoneType"),
+        (lines(LINE | {"prompt": None}), "missing key 'prompt'"),
         (lines(LINE | {"id": 7}), "id must be text"),
         (lines(LINE | {"group": ""}), "group is empty"),
         (lines(LINE | {"corrupt": "x"}), "come together"),
@@ -475,7 +488,8 @@ def test_a_jsonl_file_may_hold_ids(write):
         ({"prompt": "x", "target": " x", "corrupt_ids": [3]}, "prompt and corrupt_ids in one probe"),
         ({"prompt_ids": [3], "target_id": 5, "corrupt_ids": [4]}, "corrupt_ids and corrupt_target_id come together"),
         ({}, "missing key 'prompt'"),
-        ({"prompt": "x", "target": " x", "id": None}, "id must be text, got NoneType"),
+        ({"prompt_ids": [3], "target_id": None}, "missing key 'target_id'"),
+        ({"prompt_ids": [3], "target_id": 5, "corrupt_ids": [4], "corrupt_target_id": None}, "come together"),
     ],
 )
 def test_a_bad_probe_of_ids_is_refused_in_python_and_in_a_file(write, fields, reason):

@@ -1,7 +1,9 @@
 """The joint trace from end to end: resume, reload, bad input, and what is kept where."""
 
 import json
+import re
 import resource
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -191,6 +193,11 @@ def test_full_disk_leaves_no_half_written_result(model, tmp_path, monkeypatch):
         ({"rule": "steep"}, "unknown particle rule 'steep'"),
         ({"min_rise": 2.0}, "min_rise is 2.0"),
         ({"noise_samples": 0}, "noise_samples is 0"),
+        ({"noise_scale": float("nan")}, "noise_scale is nan: pass a finite number of at most 1e[+]06"),
+        ({"noise_scale": float("inf")}, "noise_scale is inf: pass a finite number of at most 1e[+]06"),
+        ({"noise_scale": 1e40}, "noise_scale is 1e[+]40: pass a finite number of at most 1e[+]06"),
+        ({"noise_scale": -1.0}, "noise_scale is -1.0: pass a number of at least 0"),
+        ({"target": "joint", "recovery": True}, "recovery reads one token of a target, not 'joint'"),
         ({"batch_tokens": 0}, "batch_tokens is 0"),
         ({"limit": 0}, "limit is 0"),
         ({"ablations": ""}, "unknown ablation ''"),
@@ -421,9 +428,51 @@ def test_recovery_needs_corrupt_prompts(model):
         tracer.trace(model, PROBES, recovery=True, progress=False)
 
 
+def test_every_undefined_recovery_has_its_reason(tmp_path):
+    planted_model = tracer.load(planted(2), word_tokenizer(64))
+
+    def probe(name: str, corrupt: str | None = None, targets: tuple[int, int] = (12, 16)) -> Probe:
+        corrupt_target = None if corrupt is None else f" w{targets[1]}"
+        return Probe("w10 w11", f" w{targets[0]}", "g", name, corrupt=corrupt, corrupt_target=corrupt_target)
+
+    probes = [
+        *(probe(f"good{i}", f"w{i} w15") for i in range(10)),
+        probe("none"),
+        probe("longer", "w10 w15 w15"),
+        probe("agrees", "w10 w15", (40, 50)),
+        probe("reversed", "w10 w15", (16, 12)),
+    ]
+    result = tracer.trace(planted_model, probes, recovery=True, progress=False, out=tmp_path / "run")
+    reasons = [
+        "no usable corrupt prompt",
+        "no usable corrupt prompt: corrupt prompt has 3 tokens where the prompt has 2",
+        "clean and corrupt prompt agree",
+        "the corrupt prompt makes the target likelier",
+    ]
+    assert result.probes["recovery_undefined"].tolist()[10:] == reasons
+    assert np.isnan(result.arrays["recovery"]).all(axis=0).tolist() == [False] * 10 + [True] * 4
+    assert result.run["recovery"]["n"] == 10
+    assert result.run["recovery"]["undefined"] == dict.fromkeys(reasons, 1)
+    assert [row["recovery_undefined"] for row in lines(tmp_path / "run" / "probes.jsonl")] == [None] * 10 + reasons
+    again = tracer.TraceResult.load(tmp_path / "run")
+    same(result, again)
+    for part in (*reasons[:2], "n = 10", "1 undefined for other reasons"):
+        assert part in " ".join(again.summary().split())
+    again.plot("joint")
+    all_defined = tracer.trace(planted_model, probes[:10], recovery=True, progress=False, out=tmp_path / "all")
+    assert all_defined.probes["recovery_undefined"].isna().all()
+    assert all_defined.run["recovery"]["undefined"] == {}
+    same(all_defined, tracer.TraceResult.load(tmp_path / "all"))
+    none_defined = tracer.trace(planted_model, probes[10:], recovery=True, progress=False, out=tmp_path / "none")
+    assert "n = 0" in none_defined.summary()
+    same(none_defined, tracer.TraceResult.load(tmp_path / "none"))
+    assert "recovery_undefined" not in tracer.trace(planted_model, probes, progress=False).probes
+
+
 def test_interrupted_recovery_goes_on(model, tmp_path, monkeypatch):
     monkeypatch.setattr(measuring, "RECOVERY_PROBES", 5)
     whole = tracer.trace(model, PAIRS, recovery=True, progress=False)
+    assert whole.probes["recovery_undefined"].notna().any()
     real, calls = measuring.block_recovery, []
 
     def breaks(*args, **kwargs):
@@ -438,7 +487,7 @@ def test_interrupted_recovery_goes_on(model, tmp_path, monkeypatch):
     monkeypatch.setattr(measuring, "run", None)  # every batch is done
     monkeypatch.setattr(measuring, "block_recovery", real)
     again = tracer.trace(model, PAIRS, recovery=True, progress=False, out=tmp_path / "run", resume=True)
-    assert np.array_equal(again.arrays["recovery"], whole.arrays["recovery"], equal_nan=True)
+    same(again, whole)
 
 
 def lens_of(model: tracer.TracedModel, scale: float) -> TunedLens:
@@ -485,3 +534,71 @@ def test_tuned_readout_without_its_lens_or_on_another_model_is_refused(model):
     other = tiny("gpt2", seed=1)
     with pytest.raises(tracer.InputError, match="has the tail"):
         tracer.trace(tracer.load(other, word_tokenizer()), PROBES, readout="tuned", tuned_lens=lens, progress=False)
+
+
+def test_a_tuned_lens_of_other_blocks_is_said():
+    """The tail alone decides whether a lens fits, but translators of other blocks translate other streams."""
+    own = tracer.load(tiny("gpt2"), word_tokenizer())
+    lens = lens_of(own, 1.5)
+    lens = replace(lens, record={**lens.record, "fingerprint": own.fingerprint()})
+    changed = tiny("gpt2")
+    with torch.no_grad():
+        changed.transformer.h[1].mlp.c_proj.weight *= 1.5
+    others = tracer.load(changed, word_tokenizer())
+
+    def said(model: tracer.TracedModel) -> list[str]:
+        result = tracer.trace(model, PROBES, ablations=[], readout="tuned", tuned_lens=lens, progress=False)
+        return [note for note in result.run["warnings"] if "tuned lens was trained on other weights" in note]
+
+    assert said(own) == []
+    assert len(said(others)) == 1
+
+
+@pytest.mark.parametrize(("writer", "late"), [(5, True), (2, False)])
+def test_only_a_late_plain_lens_is_said_to_miss_earlier_answers(writer, late):
+    """The tuned lens is late where the plain one is not, and the other way round."""
+    model = tracer.load(planted(writer), word_tokenizer(64))
+    probes = [Probe(f"w{i} w{i + 1}", f" w{i + 2}", "g", f"p{i}") for i in range(12)]
+    weight = torch.zeros(6, 128, 128)
+    if late:  # from depth 1 on, reads off the token what the last block will write
+        weight[1:, 64 + torch.arange(64).roll(-1), torch.arange(64)] = 12.0
+    else:
+        weight -= torch.eye(128)
+    lens = TunedLens(
+        weight, torch.zeros(6, 128), model.tail_fingerprint(), model.name, {"depths": [], "dtype": "float32"}
+    )
+    plain = tracer.trace(model, probes, ablations=[], progress=False)
+    tuned = tracer.trace(model, probes, ablations=[], readout="tuned", tuned_lens=lens, progress=False)
+    assert tuned.run["particle_block"]["estimate"] == (0 if late else 5)
+    assert tuned.run["plain"]["particle_block"]["estimate"] == writer
+    for result in (plain, tuned):
+        assert any("plain logit lens sees the answers late, at block 5" in n for n in result.run["warnings"]) == late
+        assert any("lens sees the answers late" in note for note in result.run["warnings"]) == late
+
+
+def test_the_plain_lens_of_a_tuned_trace_measures_no_ablated_stream(monkeypatch):
+    model = tracer.load(tiny("gpt2"), word_tokenizer())
+    seen, real = set(), measuring.measure
+
+    def counted(anatomy, lens, streams, targets, variants):
+        seen.add((variants, len(streams.ablated)))
+        return real(anatomy, lens, streams, targets, variants)
+
+    monkeypatch.setattr(measuring, "measure", counted)
+    tracer.trace(model, PROBES, readout="tuned", tuned_lens=lens_of(model, 1.5), progress=False)
+    assert seen == {(4, 4), (0, 0)}
+
+
+def test_every_array_of_a_result_is_documented(tmp_path):
+    model = tracer.load(tiny("gpt2"), word_tokenizer())
+    lens = lens_of(model, 1.5)
+    result = tracer.trace(
+        model, PAIRS, ablations=["zero", "noise"], recovery=True, readout="tuned", tuned_lens=lens, progress=False
+    )
+    text = tracer.TraceResult.__doc__
+    for name in result.arrays:
+        name = re.sub(r"^plain/", "", name)
+        shown = re.sub("_(zero|noise)(?=_|$)", "_KIND", re.sub("/.*", "/GROUP", name))
+        assert f"`{shown}`" in text, shown
+    for name in (*result.probes, "plain/"):
+        assert f"`{name}`" in text or f"`{name}NAME`" in text, name

@@ -177,6 +177,27 @@ def test_gradient_steps_go_below_the_regression_and_bad_ones_are_not_kept(llama,
     assert torch.equal(wild.bias, regression.bias)
 
 
+def test_correction_is_the_same_map_in_both_forms():
+    parts = [torch.randn(6), torch.rand(6) + 0.5, 3.0, nn.Parameter(torch.randn(6, 6)), nn.Parameter(torch.randn(6))]
+    correction = fitting.Correction(*parts)
+    h = 5 + torch.randn(9, 6)
+    weight, bias = correction.folded()
+    assert torch.allclose(correction(h).detach(), h @ weight.T + bias, atol=1e-4)
+
+
+def test_a_regression_that_is_worse_than_the_plain_lens_is_not_used(llama, monkeypatch):
+    mirrored = -2 * torch.eye(64, dtype=torch.float64)
+    monkeypatch.setattr(Moments, "solutions", lambda self: iter([(1.0, mirrored, mirrored.new_zeros(64))]))
+    lens = train_tuned_lens(llama, TEXT, **SMALL | {"steps": 0})
+    table = lens.to_frame()
+    assert (table["start"] == "identity").all()
+    assert table["ridge"].isna().all()
+    assert not lens.weight.any()
+    assert not lens.bias.any()
+    assert table["kl_tuned"].tolist() == table["kl_plain"].tolist()
+    assert "NOT lower at depth 0, 1, 2, 3" in lens.summary()
+
+
 def test_where_the_plain_lens_is_exact_nothing_is_translated():
     """Blocks that do nothing: the regression fits rounding at best, and the gradient steps cannot improve on 0."""
     model = tiny("llama")
@@ -450,7 +471,11 @@ def test_a_head_that_is_tied_to_the_embedding_counts():
 
 
 def test_the_same_weights_under_another_soft_cap_are_another_tail():
-    hashes = [opened(tiny("gemma2", final_logit_softcapping=cap)).tail_fingerprint() for cap in (3.0, 3.0, 30.0)]
+    weights, hashes = tiny("gemma2").state_dict(), []
+    for cap in (3.0, 3.0, 30.0):
+        model = tiny("gemma2", final_logit_softcapping=cap)
+        model.load_state_dict(weights)
+        hashes.append(opened(model).tail_fingerprint())
     assert hashes[0] == hashes[1] != hashes[2]
 
 
@@ -497,9 +522,10 @@ def test_whole_documents_are_held_out_where_there_are_enough(llama):
 
 def test_one_large_document_among_small_ones_is_for_training(llama):
     text = [words(99, 3000), *(words(seed, 30) for seed in range(90))]
-    parts = split(llama, text, tokens=6000)
-    assert parts.unit == "document"
-    assert sum(len(item.ids) for item in parts.train) > 3000
+    for seed in range(8):
+        parts = split(llama, text, tokens=6000, seed=seed)
+        assert parts.unit == "document"
+        assert sum(len(item.ids) for item in parts.train) > 3000
 
 
 def test_sequences_begin_as_documents_do_and_that_is_not_read(llama):
@@ -525,6 +551,8 @@ def test_files_and_folders_are_read_like_documents(llama, tmp_path):
 
 def test_no_more_is_read_than_asked_for(llama):
     assert 576 <= split(llama, [words(0, 5000)], tokens=600).tokens <= 600
+    repeated = [*[words(0, 300)] * 30, words(1, 300)]
+    assert split(llama, repeated, tokens=600).tokens == 600
 
 
 def test_text_that_cannot_be_used(llama, tmp_path):

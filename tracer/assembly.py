@@ -21,8 +21,10 @@ from tracer.tables import (
     particles_of,
     probe_table,
     recovery_columns,
+    recovery_reasons,
     warnings_of,
 )
+from tracer.tuned_lens import TunedLens
 
 
 def assembled(
@@ -31,6 +33,7 @@ def assembled(
     tokenized: TokenizedProbes,
     settings: Settings,
     engine: Engine,
+    tuned_lens: TunedLens | None,
     plan: dict[str, Any],
     measured: Measured,
 ) -> TraceResult:
@@ -42,6 +45,7 @@ def assembled(
         tokenized: the probes that were run.
         settings: what was measured.
         engine: what it was measured by.
+        tuned_lens: what it was read through, for the readout `tuned`.
         plan: everything that the numbers depend on.
         measured: the numbers per probe.
     """
@@ -53,29 +57,38 @@ def assembled(
     unusable = [group for group, count in tokenized.usable().items() if count == 0]
     find = partial(particles_of, tokenized.items, measured.table, unusable, answered, settings.rule, settings.seed)
     particles, found = find(arrays, measured.rivals)
-    plain = None
+    block = overall_block(found, seed=settings.seed)
+    plain, plain_block = None, block
     if measured.plain is not None:
         own, plain_rivals = dict(measured.plain[0]), measured.plain[1]
         plain_particles, plain_found = find(own, plain_rivals)
+        plain_block = overall_block(plain_found, seed=settings.seed)
         arrays |= {f"{PLAIN}{name}": array for name, array in own.items()}
         plain = {
             "groups": [group.as_dict() for group in plain_found],
-            "particle_block": overall_block(plain_found, seed=settings.seed).as_dict(),
+            "particle_block": plain_block.as_dict(),
             "particles": [None if block == NO_BLOCK else int(block) for block in plain_particles],
         }
     fragile = fragilities(kinds, arrays, answered, groups, anatomy.mixers, settings.seed)
     if measured.cka is not None:
         arrays["cka"] = measured.cka
     counted = answered & np.isin(groups, [group.group for group in found if group.why_not is None])
-    block = overall_block(found, seed=settings.seed)
     by_group = group_fragilities(kinds, arrays, answered, groups, anatomy.mixers, settings.seed)
     tokens = measured.calibration_tokens
-    recovered = None
+    recovered, undefined = None, None
     blocks = block_table(anatomy, arrays, fragile, particles, counted)
     if measured.recovery is not None:
-        arrays["recovery"] = measured.recovery
-        columns, recovered = recovery_columns(measured.recovery, groups, settings.seed)
+        arrays["recovery"] = measured.recovery.values
+        undefined = recovery_reasons(tokenized, measured.recovery.undefined)
+        columns, recovered = recovery_columns(measured.recovery.values, undefined, groups, settings.seed)
         blocks = blocks.join(columns)
+    warnings = [*model.self_check.notes, *warnings_of(anatomy, found, plain_block.estimate, fragile)]
+    trained_on = None if tuned_lens is None else tuned_lens.record.get("fingerprint")
+    if trained_on is not None and trained_on != plan["model"]:
+        warnings.append(
+            f"the tuned lens was trained on other weights ({trained_on}) than those traced ({plan['model']}), with the "
+            "same tail: its translators may not fit the streams of these blocks"
+        )
     run_data = {
         "schema": SCHEMA,
         "arguments": plan["arguments"],
@@ -106,11 +119,13 @@ def assembled(
             for entry in fragile
         ],
         "recovery": recovered,
-        "warnings": [*model.self_check.notes, *warnings_of(anatomy, found, block.estimate, fragile)],
+        "warnings": warnings,
     }
     return TraceResult(
         run=run_data,
-        probes=probe_table(tokenized.items, arrays, measures.answer, answered, particles, kinds, model.tokenizer),
+        probes=probe_table(
+            tokenized.items, arrays, measures.answer, answered, particles, kinds, undefined, model.tokenizer
+        ),
         blocks=blocks,
         arrays=arrays,
     )

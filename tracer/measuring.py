@@ -1,5 +1,6 @@
 """The measuring part of a trace: batch by batch through the engine and the lens, into a store that survives."""
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from tracer.models.traced import TracedModel
 from tracer.partial import PartialRun
 from tracer.particle import ParticleRule
 from tracer.probes import TargetReading, TokenizedProbe
-from tracer.recovery import block_recovery, block_recovery_tokens
+from tracer.recovery import UNDEFINED, BlockRecovery, block_recovery, block_recovery_tokens
 from tracer.runs import token_bar
 from tracer.statistics import rng
 from tracer.tuned_lens import TunedLens
@@ -51,6 +52,9 @@ BATCH = "batch-"
 
 RECOVERY_PROBES = 32
 """Probes whose recovery is measured and kept together."""
+
+MAX_NOISE_SCALE = 1e6
+"""Beyond it noise drowns every stream alike, until its square leaves float32."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,8 @@ class Settings:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise InputError(f"{name} is {getattr(self, name)}: pass a number of at least {least}")
+        if not (math.isfinite(self.noise_scale) and self.noise_scale <= MAX_NOISE_SCALE):
+            raise InputError(f"noise_scale is {self.noise_scale}: pass a finite number of at most {MAX_NOISE_SCALE:g}")
 
 
 @dataclass(frozen=True)
@@ -89,7 +95,7 @@ class Measured:
         rivals: per group, log-probability of each of its targets after each prompt, `[depths, probes, targets]`.
         plain: `LENS_MEASURES` and rivals through the plain logit lens, where the chosen one is tuned.
         cka: `[depths, depths]`, or None.
-        recovery: `[blocks, probes]` share of the answer that a block brings back, or None; missing where undefined.
+        recovery: share of the answer that each block brings back, or None.
         calibration_tokens: how many first and other tokens the means and deviations come from, or None.
         work: seconds, block tokens and batches.
     """
@@ -100,7 +106,7 @@ class Measured:
     rivals: Mapping[str, np.ndarray]
     plain: tuple[dict[str, np.ndarray], dict[str, np.ndarray]] | None
     cka: np.ndarray | None
-    recovery: np.ndarray | None
+    recovery: BlockRecovery | None
     calibration_tokens: tuple[int, int] | None
     work: dict[str, Any]
 
@@ -179,7 +185,7 @@ class Measuring:
             work=spent | {"batches": len(batches), "threads": torch.get_num_threads()},
         )
 
-    def _recovery(self) -> np.ndarray:
+    def _recovery(self) -> BlockRecovery:
         """See `tracer.recovery.block_recovery`; some probes at a time, which an interrupt does not lose."""
         most = self.settings.batch_tokens
         portions = {
@@ -193,8 +199,13 @@ class Measuring:
         with token_bar(total, f"recovery {self.model.name}", self.progress) as advance:
             for name, items in todo.items():
                 found = block_recovery(self.model, items, engine=self.engine, batch_tokens=most, on_tokens=advance)
-                self.store[name] = {"recovery": found}
-        return np.concatenate([self.store[name]["recovery"] for name in portions], axis=1)
+                why = np.array([UNDEFINED.index(reason) for reason in found.undefined], dtype=np.int64)
+                self.store[name] = {"recovery": found.values, "undefined": why}
+        done = [self.store[name] for name in portions]
+        return BlockRecovery(
+            values=np.concatenate([arrays["recovery"] for arrays in done], axis=1),
+            undefined=tuple(UNDEFINED[code] for arrays in done for code in arrays["undefined"]),
+        )
 
     def _measure_all(self, work: Sequence[tuple[str, ProbeBatch, Sequence[Variant]]]) -> None:
         """Run every batch that is not in the store yet."""
@@ -240,13 +251,13 @@ class Measuring:
         """The numbers of one batch, through the chosen lens, and with a tuned one through the plain lens too."""
         anatomy, tail = self.model.anatomy, self.model.self_check.tail
 
-        def through(translate: Translate | None, of: Sequence[Variant]) -> dict[str, np.ndarray]:
-            lens = open_lens(tail, self.adapter, batch.tokens, batch.reads, of, edits, streams, translate)
-            return measure(anatomy, lens, streams, batch.targets, len(of)).as_dict()
+        def through(translate: Translate | None, of: Sequence[Variant], read: ReadStreams) -> dict[str, np.ndarray]:
+            lens = open_lens(tail, self.adapter, batch.tokens, batch.reads, of, edits, read, translate)
+            return measure(anatomy, lens, read, batch.targets, len(of)).as_dict()
 
-        arrays = through(self.translate, variants)
+        arrays = through(self.translate, variants, streams)
         if self.translate is not None:
-            plain = through(None, ())
+            plain = through(None, (), ReadStreams(streams.clean, ()))
             arrays |= {f"{PLAIN}{name}": plain[name] for name in ("rival_log_p", *LENS_MEASURES)}
         return arrays
 

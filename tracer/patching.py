@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import time
 from collections import Counter
@@ -107,8 +108,10 @@ def patch(
     for name, value, least_value in (("limit", limit, 1), ("batch_tokens", batch_tokens, 1), ("seed", seed, 0)):
         if value is not None and value < least_value:
             raise InputError(f"{name} is {value}: pass a number of at least {least_value}")
-    if not least > 0:
-        raise InputError(f"min_gap is {least}: pass a number above 0, since recovery is a share of this difference")
+    if not 0 < least < math.inf:
+        raise InputError(
+            f"min_gap is {least}: pass a finite number above 0, since recovery is a share of this difference"
+        )
     folder = None if out is None else Path(out)
     if folder is not None:
         check_free(folder, force=force, files=FILES)

@@ -40,8 +40,13 @@ Metric = Literal["logit_diff", "log_p", "p"]
 MIN_GAP: Mapping[Metric, float] = {"logit_diff": 1.0, "log_p": 1.0, "p": 0.1}
 """Least m(clean) - m(corrupt) for a recovery: a ratio to a smaller difference can be anything and would rule a mean."""
 
+NO_PAIR = "no usable corrupt prompt"
+UNEQUAL = "prompt and corrupt prompt differ in length"
 AGREE = "clean and corrupt prompt agree"
 REVERSED = "the corrupt prompt makes the target likelier"
+
+UNDEFINED: tuple[str | None, ...] = (None, NO_PAIR, UNEQUAL, AGREE, REVERSED)
+"""Why a probe has no recovery; None, the first, where it has one."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,20 @@ class PatchMeasures:
     corrupt_answered: np.ndarray
     patched: Mapping[Component, np.ndarray]
     checks: Mapping[str, float | None]
+
+
+@dataclass(frozen=True)
+class BlockRecovery:
+    """How much of the right answer each block brings back.
+
+    Attributes:
+        values: `[blocks, probes]` share of the metric that a block brings back into the corrupt run; NaN where
+            undefined.
+        undefined: `[probes]` why a probe has no recovery, one of `UNDEFINED`; None where it has one.
+    """
+
+    values: Float[np.ndarray, "blocks probes"]
+    undefined: tuple[str | None, ...]
 
 
 @dataclass(frozen=True)
@@ -384,7 +403,7 @@ def block_recovery(
     engine: Engine | None = None,
     batch_tokens: int = DEFAULT_BATCH_TOKENS,
     on_tokens: Callable[[int], object] = lambda tokens: None,
-) -> Float[np.ndarray, "blocks probes"]:
+) -> BlockRecovery:
     """How much of the right answer each block brings back: its contribution in the clean run, at all positions at once.
 
     Args:
@@ -397,18 +416,21 @@ def block_recovery(
         on_tokens: called with the number of tokens whenever a block has run on some; see `block_recovery_tokens`.
 
     Returns:
-        `[blocks, probes]` share of the metric that a block brings back into the corrupt run; NaN where undefined.
+        The recovery of every block and probe, and why a probe has none.
 
     Raises:
         HookError: an end check failed.
     """
     recovery = np.full((model.n_blocks, len(items)), np.nan)
+    undefined: list[str | None] = [NO_PAIR if item.corrupt_ids is None else UNEQUAL for item in items]
     pairs = _equal_pairs(items)
     if pairs:
         found = _block_patcher(model, [items[i] for i in pairs], metric, engine, batch_tokens).run(on_tokens)
         least = MIN_GAP[metric] if min_gap is None else min_gap
         recovery[:, pairs] = recovered(found.patched["block"][:, 0], found.clean, found.corrupt, "denoise", least)
-    return recovery
+        for i, clean, corrupt in zip(pairs, found.clean, found.corrupt, strict=True):
+            undefined[i] = why_undefined(float(clean), float(corrupt), least)
+    return BlockRecovery(recovery, tuple(undefined))
 
 
 def block_recovery_tokens(

@@ -35,16 +35,21 @@ class TraceResult:
     Attributes:
         run: arguments, seed, versions, model (fingerprint, anatomy, self-check), engine, time, warnings, and the
             statistics of groups (with their own fragility profiles) and ablations; what `run.json` holds.
-        probes: one row per usable probe: `id`, `group`, `prompt`, `target`, `target_ids`, `n_tokens`, `answered`,
-            `answer`, `p_final`, `rank_final`, `particle` (block, missing where there is none), `rise`, `jsd_max`,
-            `jsd_max_block`.
+        probes: one row per usable probe: `id`, `group`, `prompt`, `target`, `prompt_ids`, `target_ids`, `n_tokens`,
+            `answered`, `answer`, `answer_id`, `p_final`, `rank_final`, `particle` (block, missing where there is none),
+            `rise`, `jsd_max`, `jsd_max_block`, and with recovery `recovery_undefined` (why it has none, missing where
+            it has one).
         blocks: one row per block: `block`, `mixer`, `module`, `particles`, per ablation `jsd_KIND` with its interval
-            and companions, and the stream after the block (`norm`, `angle`, `entropy`, `kl_to_final`, `rank`).
+            and companions, the stream after the block (`norm`, `angle`, `entropy`, `kl_to_final`, `rank`), and with
+            recovery its mean over probes (`recovery`) with its interval.
         arrays: `log_p`, `rank`, `entropy`, `kl_to_final`, `norm`, `angle` as `[depths, probes]`; per ablation
             `jsd_KIND`, `log_p_KIND`, `log2_rank_KIND`, `answered_KIND`, `entropy_KIND`, `kl_KIND`, `angle_KIND`,
-            `norm_KIND` as `[blocks, probes]`;
-            `ceiling` `[probes]`; `cka` `[depths, depths]`; per group `null_low/GROUP`, `null_high/GROUP` `[depths]` and
-            `rival_log_p/GROUP` `[depths, probes, targets]`.
+            `norm_KIND` as `[blocks, probes]`, and for noise the mean JSD of each draw, `jsd_KIND_by_sample`
+            `[draws, blocks]`; `ceiling` `[probes]`; `cka` `[depths, depths]`; per group `null_low/GROUP`,
+            `null_high/GROUP` `[depths]` and `rival_log_p/GROUP` `[depths, probes, targets]`; with recovery `recovery`
+            `[blocks, probes]`, NaN where undefined. With the readout `tuned`, `log_p`, `rank`, `entropy`,
+            `kl_to_final`, the nulls and the rivals come through the tuned lens, and the same seven through the plain
+            logit lens are called `plain/NAME`.
     """
 
     run: dict[str, Any]
@@ -162,8 +167,9 @@ def check_free(folder: Path, *, force: bool = False, files: Sequence[str] = FILE
 
 
 def typed_probes(rows: list[dict[str, Any]]) -> pd.DataFrame:
-    """The table of probes with the types that do not follow from the values: blocks and rises may all be missing."""
-    return pd.DataFrame(rows).astype({"particle": "Int64", "rise": float})
+    """The table of probes with the types that do not follow from the values, which may all be missing."""
+    table = pd.DataFrame(rows).astype({"particle": "Int64", "rise": float})
+    return table.astype({"recovery_undefined": "str"}) if "recovery_undefined" in table else table
 
 
 def packed(

@@ -1,7 +1,7 @@
 """A trace as text for a terminal."""
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from tracer.results import TraceResult
 
 WIDTH = 100
 MOST_FRAGILE = 5
+MOST_REASONS = 3
 
 
 def summary_of(result: TraceResult) -> str:
@@ -85,8 +86,9 @@ def _recovered(result: TraceResult) -> str:
     about = result.run["recovery"]
     title = (
         f"Recovery: share of the answer that a block's contribution brings back into the run on the corrupt prompt, "
-        f"n = {about['n']} (undefined for {about['undefined']})"
+        f"n = {about['n']}{_undefined(about['undefined'])}"
     )
+    title = textwrap.fill(title, WIDTH, subsequent_indent="  ")
     if not about["n"]:
         return title
     blocks = result.blocks.sort_values("recovery", ascending=False).head(MOST_FRAGILE)
@@ -98,9 +100,15 @@ def _recovered(result: TraceResult) -> str:
         )
         for row in blocks.to_dict("records")
     ]
-    return f"{textwrap.fill(title, WIDTH, subsequent_indent='  ')}\n" + _table(
-        ("block", "mixer", "recovery"), rows, left=(1, 2)
-    )
+    return f"{title}\n" + _table(("block", "mixer", "recovery"), rows, left=(1, 2))
+
+
+def _undefined(counts: Mapping[str, int]) -> str:
+    """The most frequent reasons for which probes have no recovery, and how many have another."""
+    ordered = sorted(counts.items(), key=lambda item: -item[1])
+    parts = [f"; {count} undefined: {reason}" for reason, count in ordered[:MOST_REASONS]]
+    rest = sum(count for _, count in ordered[MOST_REASONS:])
+    return "".join([*parts, f"; {rest} undefined for other reasons" if rest else ""])
 
 
 def _fragile(result: TraceResult, kind: str) -> str:

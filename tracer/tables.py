@@ -1,5 +1,6 @@
 """From the numbers per probe of a whole trace to its tables and statistics."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,8 +15,8 @@ from tracer.fragility import Fragility, fragility
 from tracer.measures import Measures
 from tracer.models.anatomy import Anatomy
 from tracer.particle import NO_BLOCK, GroupParticle, ParticleRule, group_null, group_particle, task_particles
-from tracer.probes import TokenizedProbe, Tokenizer
-from tracer.recovery import MIN_GAP
+from tracer.probes import TokenizedProbe, TokenizedProbes, Tokenizer
+from tracer.recovery import MIN_GAP, NO_PAIR
 from tracer.results import typed_probes
 from tracer.statistics import MIN_SEEDS, bootstrap_profile, t_interval
 
@@ -142,9 +143,21 @@ def probe_table(
     answered: np.ndarray,
     particles: np.ndarray,
     kinds: Sequence[str],
+    undefined: Sequence[str | None] | None,
     tokenizer: Tokenizer | None,
 ) -> pd.DataFrame:
-    """One row per usable probe; texts are missing where a probe is token ids and there is no tokenizer."""
+    """One row per usable probe; texts are missing where a probe is token ids and there is no tokenizer.
+
+    Args:
+        items: the probes.
+        arrays: of the result.
+        answers: top-1 token per probe.
+        answered: per probe.
+        particles: per probe.
+        kinds: the ablations; the first one gives the largest divergence.
+        undefined: why a probe has no recovery, None where it has one; None where recovery was not asked for.
+        tokenizer: for texts of ids.
+    """
 
     def text(given: str | None, ids: Sequence[int]) -> str | None:
         return given if given is not None or tokenizer is None else tokenizer.decode(list(ids))
@@ -172,6 +185,8 @@ def probe_table(
         if kinds:
             jsd = arrays[f"jsd_{kinds[0]}"][:, i]
             row |= {"jsd_max": float(np.nanmax(jsd)), "jsd_max_block": int(np.nanargmax(jsd))}
+        if undefined is not None:
+            row["recovery_undefined"] = undefined[i]
         rows.append(row)
     return typed_probes(rows)
 
@@ -214,15 +229,27 @@ def block_table(
     return table.join(after)
 
 
-def recovery_columns(recovery: np.ndarray, groups: Sequence[str], seed: int) -> tuple[pd.DataFrame, dict[str, Any]]:
-    """The mean recovery of every block with its interval, and how many probes it comes from.
+def recovery_reasons(tokenized: TokenizedProbes, undefined: Sequence[str | None]) -> list[str | None]:
+    """Why each probe has no recovery; a corrupt prompt that the tokenizer cannot represent is said with its reason."""
+    skipped = {skip.where: f"{NO_PAIR}: {skip.reason}" for skip in tokenized.corrupt_skipped}
+    return [
+        skipped.get(item.probe.id, reason) if reason == NO_PAIR else reason
+        for item, reason in zip(tokenized.items, undefined, strict=True)
+    ]
+
+
+def recovery_columns(
+    recovery: np.ndarray, undefined: Sequence[str | None], groups: Sequence[str], seed: int
+) -> tuple[pd.DataFrame, dict[str, Any]]:
+    """The mean recovery of every block with its interval, how many probes it comes from, and why others have none.
 
     Args:
         recovery: `[blocks, probes]`, missing for probes where it is undefined.
+        undefined: why it is, per probe; None where it is defined.
         groups: group of each probe.
         seed: of the bootstrap.
     """
-    defined = ~np.isnan(recovery).any(axis=0)
+    defined = np.array([reason is None for reason in undefined])
     of = [group for group, chosen in zip(groups, defined, strict=True) if chosen]
     found = bootstrap_profile(np.ascontiguousarray(recovery[:, defined].T), of, seed=seed, label="recovery")
     ends = {"recovery": found.mean, "recovery_low": found.low, "recovery_high": found.high}
@@ -231,21 +258,28 @@ def recovery_columns(recovery: np.ndarray, groups: Sequence[str], seed: int) -> 
         "metric": "logit_diff",
         "min_gap": MIN_GAP["logit_diff"],
         "n": int(defined.sum()),
-        "undefined": int((~defined).sum()),
+        "undefined": dict(Counter(reason for reason in undefined if reason is not None)),
         "intervals": found.method,
     }
     return pd.DataFrame({name: nothing if end is None else end for name, end in ends.items()}), about
 
 
 def warnings_of(
-    anatomy: Anatomy, groups: Sequence[GroupParticle], block: float | None, fragile: Sequence[Fragility]
+    anatomy: Anatomy, groups: Sequence[GroupParticle], plain_block: float | None, fragile: Sequence[Fragility]
 ) -> list[str]:
-    """What a reader must know before believing the numbers."""
+    """What a reader must know before believing the numbers.
+
+    Args:
+        anatomy: of the model.
+        groups: through the chosen lens.
+        plain_block: particle block over groups through the plain lens, also where the chosen one is tuned.
+        fragile: one entry per ablation.
+    """
     notes = []
     n_blocks = anatomy.n_blocks
-    if block is not None and block >= LATE_SHARE * (n_blocks - 1):
+    if plain_block is not None and plain_block >= LATE_SHARE * (n_blocks - 1):
         notes.append(
-            f"the logit lens sees the answers late, at block {block:.3g} of 0..{n_blocks - 1}: the plain lens is known "
+            f"the plain logit lens sees the answers late, at block {plain_block:.3g} of 0..{n_blocks - 1}: it is known "
             "to miss what earlier blocks write in directions that the unembedding does not read yet"
         )
     for entry in fragile:

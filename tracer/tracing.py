@@ -79,7 +79,8 @@ def trace(
         noise_scale: noise in units of the contribution's standard deviation.
         seed: of donors, noise, permutations and bootstrap.
         recovery: also patch each block's contribution in the clean run into the run on the corrupt prompt, for probes
-            that have one: the share of the answer that the block brings back, beside its fragility.
+            that have one: the share of the answer that the block brings back, beside its fragility. Not with the
+            target `joint`, of which it reads no more than one token.
         readout: the lens that particles are read through: `logit`, or `tuned`, with the plain lens beside it.
         tuned_lens: for `tuned`, a lens of `train_tuned_lens` or the file that it is saved in.
         engine: `onepass` or `full`; default what the self-check allows.
@@ -119,6 +120,11 @@ def trace(
         recovery,
         one_of("readout", readout, get_args(Readout)),  # type: ignore[arg-type]
     )
+    if recovery and target == "joint":
+        raise InputError(
+            "recovery reads one token of a target, not 'joint' ones: pass target='first' or 'single', or leave "
+            "recovery out"
+        )
     if (readout == "tuned") != (tuned_lens is not None):
         raise InputError(
             "readout 'tuned' needs tuned_lens=, a file that tracer tuned-lens has written"
@@ -157,7 +163,7 @@ def trace(
     store = PartialRun(folder, plan, resume=resume, force=force)
     with evaluating(opened.model):
         measured = measuring.run(store)
-    result = assembled(opened, probe_set, tokenized, settings, used, plan, measured)
+    result = assembled(opened, probe_set, tokenized, settings, used, lens, plan, measured)
     if folder is not None:
         result.save(folder, force=force or resume)
         store.remove()

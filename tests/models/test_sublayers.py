@@ -224,7 +224,7 @@ def test_fragility_by_kind_of_mixer():
     assert table.loc["gated_deltanet", "jsd"] == pytest.approx(result.arrays["jsd_zero"][:3].mean())
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "bloom", "falcon_h1"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "bloom", "falcon_h1", "opt"])
 def test_parts_through_a_bridge_of_transformer_lens(family):
     """The bridge wraps the block, its attention and its MLP; what they add is the same."""
     live = tiny(family)

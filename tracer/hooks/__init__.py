@@ -8,8 +8,9 @@ the output of block d - 1, up to depth L.
 They nest: at one depth they act in the order in which they were entered, the outermost first. They leave no hook
 behind, also after an exception, and touch none of your own, which see what flows through the model: streams are taken
 and edited before your pre-hooks, outputs before your forward hooks, and depth L is read after all of these. On leaving,
-something that was asked for and did not fire is an error. Compiled models and gradient checkpointing are refused;
-models that accelerate has offloaded or dispatched work as they are.
+something that was asked for and did not fire is an error. Compiled models, gradient checkpointing, and a `TracedModel`
+whose blocks are no modules (`FIRST:LAST`) are refused; models that accelerate has offloaded or dispatched work as they
+are.
 
 The first use on a Hugging Face model runs it about six times on a 3 x 11-token probe, to find its blocks and to prove
 that they are what they seem; your own hooks fire in these runs too. Pass a `TracedModel` to do this beforehand.

@@ -61,7 +61,7 @@ def opened(target: Any) -> Blocks:
 
 
 def sublayers_of(blocks: Blocks) -> Sublayers:
-    """The sub-layers of the blocks, found and proven once per module."""
+    """The sub-layers of the blocks, found and proven once per chain."""
     if blocks.known.sublayers is None:
         with paused(blocks.root), evaluating(blocks.root):
             blocks.known.sublayers = find_sublayers(blocks.adapter)

@@ -35,7 +35,8 @@ class Known:
     sublayers: Sublayers | None = None
 
 
-_KNOWN: weakref.WeakKeyDictionary[nn.Module, Known] = weakref.WeakKeyDictionary()
+_KNOWN: weakref.WeakKeyDictionary[nn.Module | PlainAdapter, Known] = weakref.WeakKeyDictionary()
+"""By the module, or by the adapter of a `TracedModel`: one model may be opened at several chains of blocks."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def find_blocks(target: Any) -> Blocks:
     """The blocks of what a context manager was given; see `tracer.hooks` for what that may be.
 
     Raises:
-        InputError: it is something else, or compiled.
+        InputError: it is something else, compiled, or opened at blocks that are no modules.
         ModelRefused: it cannot be read.
     """
     if isinstance(target, nn.Module):
@@ -101,7 +102,8 @@ def find_blocks(target: Any) -> Blocks:
     if isinstance(target, TracedModel):
         refuse_compiled(target.model)
         assert isinstance(target.adapter, PlainAdapter)
-        known = _known(target.model)
+        _refuse_spans(target.anatomy)
+        known = _known(target.adapter, target.model)
         known.resumable = _resumable(target.anatomy, target.self_check)
         return Blocks(target.model, target.adapter, known)
     if not isinstance(target, PreTrainedModel):
@@ -109,7 +111,7 @@ def find_blocks(target: Any) -> Blocks:
             f"hooks on a {type(target).__name__}: pass a TracedModel, a causal language model of Hugging Face, or "
             "hooks.blocks(module, *example_inputs)"
         )
-    known = _known(target)
+    known = _known(target, target)
     if known.adapter is None:
         try:
             adapter, check = open_plain(target)
@@ -142,17 +144,27 @@ def refuse_compiled(root: nn.Module) -> None:
             )
 
 
+def _refuse_spans(anatomy: Anatomy) -> None:
+    """Refuse blocks from one module to another: hooks on the first would act on a part of the block."""
+    span = next((call for call in anatomy.calls if call.last is not None), None)
+    if span is not None:
+        raise InputError(
+            f"hooks on block {span.index} ({span.module}:{span.last}), which is no module but lies in its parent's "
+            "forward: pass a model whose blocks are modules, or put hooks of PyTorch on these two"
+        )
+
+
 def _resumable(anatomy: Anatomy, check: SelfCheck) -> bool:
     """Whether the stream alone is all that the blocks after it need."""
     return check.engine == "onepass" and not anatomy.carried
 
 
-def _known(root: nn.Module) -> Known:
-    """What is known of a module, as long as it is made of the same modules."""
-    known = _KNOWN.get(root)
+def _known(key: nn.Module | PlainAdapter, root: nn.Module) -> Known:
+    """What is known of a module, or of it as an adapter opens it, as long as it is made of the same modules."""
+    known = _KNOWN.get(key)
     modules = tuple(root.modules())
     if known is None or not _same(known.modules, modules):
-        known = _KNOWN[root] = Known(tuple(weakref.ref(module) for module in modules))
+        known = _KNOWN[key] = Known(tuple(weakref.ref(module) for module in modules))
     return known
 
 

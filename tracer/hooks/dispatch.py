@@ -58,8 +58,10 @@ class Operation:
         """Another state after a block."""
         raise NotImplementedError
 
-    def at_sublayer(self, block: int, sublayer: Sublayer, arguments: Arguments, output: Any, forward: Forward) -> Any:
-        """Another output of a sub-layer."""
+    def at_sublayer(
+        self, block: int, sublayer: Sublayer, arguments: Arguments, output: Any, shape: torch.Size, forward: Forward
+    ) -> Any:
+        """Another output of a sub-layer, in a block whose stream has this shape in the model's layout."""
         raise NotImplementedError
 
     @property
@@ -102,11 +104,22 @@ class Operation:
 
 
 class _BlockCall:
-    """A block call in progress: its number, its state before (if somebody needs it), who takes part, what fired."""
+    """A block call in progress: its number, its stream's shape in the model's layout, who takes part, what fired.
 
-    def __init__(self, index: int, module: nn.Module, before: State | None, operations: tuple[Operation, ...]):
+    With its state before, if somebody needs it.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        module: nn.Module,
+        shape: torch.Size,
+        before: State | None,
+        operations: tuple[Operation, ...],
+    ):
         self.index = index
         self.module = module
+        self.shape = shape
         self.before = before
         self.operations = operations
         self.fired: Counter[str] = Counter()
@@ -246,7 +259,7 @@ class Dispatcher:
             state = (get(arguments, place) for place in self.blocks.adapter.input_paths)
             # Copies: the block, or a hook of its owner, may edit its input in place.
             before = tuple(part.clone() if isinstance(part, Tensor) else None for part in state)
-        self._calls.append(_BlockCall(index, module, before, operations))
+        self._calls.append(_BlockCall(index, module, new.shape, before, operations))
         return None if new is stream else (arguments["args"], arguments["kwargs"])
 
     def _after_block(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -308,7 +321,7 @@ class Dispatcher:
             for sublayer in operation.sublayers.get(call.index, ()):
                 if sublayer.module == name:
                     arguments = {"args": args, "kwargs": kwargs}
-                    new = operation.at_sublayer(call.index, sublayer, arguments, new, self._forward)
+                    new = operation.at_sublayer(call.index, sublayer, arguments, new, call.shape, self._forward)
         return None if new is output else new
 
     def _route(self, depth: int, module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -151,18 +151,23 @@ class Ablate(Operation):
             new = new + self._value.like(new, where)
         return (anatomy.as_model(where.put(y, new)), *(before if self._skips else after)[1:])
 
-    def at_sublayer(self, block: int, sublayer: Sublayer, arguments: Arguments, output: Any, forward: Forward) -> Any:
+    def at_sublayer(
+        self, block: int, sublayer: Sublayer, arguments: Arguments, output: Any, shape: torch.Size, forward: Forward
+    ) -> Any:
         """The output of a sub-layer whose contribution is replaced; other positions stay as they are, bit by bit."""
         anatomy = self.blocks.anatomy
-        own = anatomy.rows_first(sublayer.contribution(arguments, output))
+        path = sublayer.output_path
+        # Some sub-layers return batch and positions in one dimension.
+        own = anatomy.rows_first(sublayer.contribution(arguments, output).reshape(shape))
         where = self.where(block, forward, own)
         if where.nowhere:
             return output
         picked = where.pick(own)
         new = torch.zeros_like(picked) if self._value is None else self._value.like(picked, where)
         edited = sublayer.with_contribution(arguments, output, anatomy.as_model(where.put(own, new)))
-        before, after = (anatomy.rows_first(get(tree, sublayer.output_path)) for tree in (output, edited))
-        return replaced(output, {sublayer.output_path: anatomy.as_model(where.put(before, where.pick(after)))})
+        before, after = (anatomy.rows_first(get(tree, path).reshape(shape)) for tree in (output, edited))
+        value = anatomy.as_model(where.put(before, where.pick(after)))
+        return replaced(output, {path: value.reshape(get(output, path).shape)})
 
 
 class Value:

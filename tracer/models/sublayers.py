@@ -28,6 +28,8 @@ from tracer.models.streams import copied
 
 Role = Literal["mixer", "mlp"]
 
+_MLP_WORDS = r"mlp|feed_?forward|ffn|moe|expert|\bfc\d"
+
 MAX_GAP = 1e-5
 """Largest difference between the sum of the parts and the whole, relative to the whole's largest entry at a position.
 
@@ -385,7 +387,7 @@ def _holds_both(found: Sequence[tuple[_Term, float]]) -> bool:
         return False
     inside = [(name, m) for name, m in found[0][0].call.module.named_children() if not _is_norm(m)]
     return any(mixer_word(f"{name} {type(m).__name__}") for name, m in inside) and any(
-        re.search(r"mlp|feed_?forward|ffn|moe", f"{name} {type(m).__name__}".lower()) for name, m in inside
+        re.search(_MLP_WORDS, f"{name} {type(m).__name__}".lower()) for name, m in inside
     )
 
 
@@ -416,7 +418,7 @@ def _role(call: _Call) -> Role | None:
     if re.search(r"norm|dropout|identity|hookpoint", class_name.lower()):
         return None
     for words in (call.name, class_name):
-        if re.search(r"mlp|feed_?forward|ffn|moe|expert|\bfc\d", words.lower()):
+        if re.search(_MLP_WORDS, words.lower()):
             return "mlp"
         if mixer_word(words):
             return "mixer"

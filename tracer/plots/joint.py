@@ -160,7 +160,7 @@ def _about_recovery(result: TraceResult) -> list[str]:
     return [
         "Recovery: share of the difference in log-odds of the two answers that comes back when a block's contribution "
         f"in the clean run is put into the run on the corrupt prompt (n = {recovery['n']}, undefined for "
-        f"{recovery['undefined']})"
+        f"{sum(recovery['undefined'].values())})"
     ]
 
 

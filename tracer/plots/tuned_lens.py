@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator, NullFormatter, StrMethodFormatter
 
 from tracer.plots.style import BLUE, VERMILLION, model_name, plain, style, write_caption
 
@@ -31,7 +31,10 @@ def draw_tuned_lens(lens: "TunedLens") -> Figure:
                 table["depth"], table[name], color=colour, marker=marker, linestyle=dashes, markersize=4, label=label
             )
         axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(LogFormatter())
+        numbers = StrMethodFormatter("{x:g}")  # raised exponents would be smaller than the rest of the text
+        axes.yaxis.set_major_formatter(numbers)
+        low, high = axes.get_ylim()
+        axes.yaxis.set_minor_formatter(numbers if high < 20 * low else NullFormatter())
         axes.set_xlabel("depth d")
         axes.set_ylabel("mean KL(output ‖ lens) (nats)")
         axes.xaxis.set_major_locator(MaxNLocator(nbins=10, integer=True, min_n_ticks=1))

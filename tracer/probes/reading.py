@@ -206,7 +206,7 @@ def read_probes(
         source: A shipped name (`en-capitals`), a collection (`english`, `chinese`, `all`), several of these
             separated by commas, the path of a `.jsonl` or `.csv` file (UTF-8), or a sequence of `Probe` or
             mappings. In a file `id` defaults to `<group>-<line>` and `group` to the file's stem. JSON Lines may hold
-            lists of token ids (`prompt_ids`) where a CSV file holds text alone.
+            lists of token ids (`prompt_ids`) where a CSV file holds text alone; a null stands for an absent key.
         skip_bad: Count bad lines in `skipped` instead of raising.
         groups: Keep these groups only.
 
@@ -354,12 +354,8 @@ def _probe(content: object, number: int, default_group: str) -> Probe:
     unknown = [key for key in content if key not in PROBE_KEYS]
     if unknown:
         raise InputError(f"unknown key {unknown[0]!r}: pass only {', '.join(PROBE_KEYS)}")
-    # A null stands for a key that is absent only where text may be absent.
-    given = {
-        key: _checked(key, value)
-        for key, value in content.items()
-        if value is not None or key not in ("corrupt", "corrupt_target")
-    }
+    # A null stands for a key that is absent, as tables that hold text beside ids have it.
+    given = {key: _checked(key, value) for key, value in content.items() if value is not None}
     group = given.get("group", default_group)
     arguments: dict[str, Any] = {"id": f"{group}-{number}", **given, "group": group}
     return Probe(**arguments)

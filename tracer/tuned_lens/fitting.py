@@ -68,8 +68,8 @@ class _Depth:
 
 
 @dataclass
-class _Steps:
-    """The part of a translator that is trained: `size * (weight z + bias)` is added, with z the standardised input."""
+class Correction:
+    """What gradient steps add to a translator: `size * (weight z + bias)`, with z the standardised input."""
 
     mean: Tensor
     scale: Tensor
@@ -78,6 +78,7 @@ class _Steps:
     bias: nn.Parameter
 
     def __call__(self, h: Tensor) -> Tensor:
+        """`[positions, d]` what is added for inputs of this shape."""
         return self.size * linear((h - self.mean) / self.scale, self.weight, self.bias)
 
     def folded(self) -> tuple[Tensor, Tensor]:
@@ -120,7 +121,7 @@ class Fit:
             self.weight = torch.zeros(self.n_depths, self.width, self.width, device=device)
             self.bias = torch.zeros(self.n_depths, self.width, device=device)
             depths = self._regress(moments, validation)
-            trained = [self._fresh_steps(each, pool) for each in moments]
+            trained = [self._correction(each, pool) for each in moments]
             moments.clear()
             if self.steps:
                 self._descend(pool, validation, trained, depths)
@@ -227,9 +228,9 @@ class Fit:
                 known.append(_Depth("identity", None, without))
         return known
 
-    def _fresh_steps(self, sums: Moments, pool: Positions) -> _Steps:
+    def _correction(self, sums: Moments, pool: Positions) -> Correction:
         last = self._rows(pool.streams[-1])
-        return _Steps(
+        return Correction(
             sums.mean.float(),
             sums.scale.float(),
             last.square().mean(1).sqrt().mean().item(),
@@ -238,7 +239,7 @@ class Fit:
         )
 
     def _descend(
-        self, pool: Positions, validation: Positions, trained: Sequence[_Steps], depths: Sequence[_Depth]
+        self, pool: Positions, validation: Positions, trained: Sequence[Correction], depths: Sequence[_Depth]
     ) -> None:
         """Adam on the KL of every depth, all on the same positions."""
         start = self.weight.clone(), self.bias.clone()
@@ -277,7 +278,7 @@ class Fit:
                 return
 
     def _backward(
-        self, some: Positions, start: tuple[Tensor, Tensor], trained: Sequence[_Steps], active: Sequence[int]
+        self, some: Positions, start: tuple[Tensor, Tensor], trained: Sequence[Correction], active: Sequence[int]
     ) -> None:
         """Gradients of the mean KL, a group of depths at a time."""
         output = self._logits(some.streams[-1:], some.tokens)[0].float().softmax(-1)
