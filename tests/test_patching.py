@@ -18,13 +18,15 @@ from tiny import BLOCKS, tiny, word_tokenizer
 from torch import Tensor, nn
 
 import tracer
-from tracer import patch_edits, patching, recovery
+from tracer import patch_edits, patching
+from tracer import patcher as patcher_module
 from tracer.cli import main
 from tracer.patch_edits import PatchEdits
 from tracer.patch_results import FILES, PatchResult, cell_table
+from tracer.patcher import AGREE, REVERSED, Patcher
 from tracer.plots import write_figures
 from tracer.probes import Probe, ProbeSet, read_probes, tokenize
-from tracer.recovery import AGREE, NO_PAIR, REVERSED, UNEQUAL, Patcher, block_recovery, block_recovery_tokens
+from tracer.recovery import NO_PAIR, UNEQUAL, block_recovery, block_recovery_tokens
 from tracer.statistics import bootstrap_profile, pooled_interval
 
 LENGTHS = (5, 9, 6, 5)
@@ -295,14 +297,14 @@ def test_one_pass_a_column_and_none_where_nothing_can_change(monkeypatch):
     """Up to the first token that differs both runs are the same, so that nothing is run there; recovery is 0."""
     traced = tracer.load(tiny("llama"), word_tokenizer())
     probes = pairs_of(traced.model, (6, 6, 6))
-    passes, real, tokens = [], recovery.run, []
+    passes, real, tokens = [], patcher_module.run, []
 
     def counted(adapter, batch, reads, variants, edits, **settings):
         passes.append({variant.position for variant in variants})
         assert len(variants) == (3 if None in passes[-1] else 3 * BLOCKS + 1)
         return real(adapter, batch, reads, variants, edits, **settings)
 
-    monkeypatch.setattr(recovery, "run", counted)
+    monkeypatch.setattr(patcher_module, "run", counted)
     result = tracer.patch(traced, probes, min_gap=0.1, progress=False)
     assert passes == [{None}, {-4}, {-3}, {-2}, {-1}]  # the first is the end checks
     for values in result.arrays.values():
@@ -485,7 +487,7 @@ def test_values_from_the_wrong_position_fail_the_second_end_check(llama, monkeyp
         moved = {key: value.roll(1, 1) for key, value in given.contributions.items()}
         return patch_edits.Given(given.mapped, given.streams, moved)
 
-    monkeypatch.setattr(recovery, "given_by", shifted)
+    monkeypatch.setattr(patcher_module, "given_by", shifted)
     with pytest.raises(tracer.HookError, match=r"putting a run's own streams in changes its output \(gap"):
         tracer.patch(llama, pairs_of(llama.model), components=component, progress=False)
 
@@ -590,7 +592,7 @@ def test_an_interrupt_leaves_nothing(llama, tmp_path, monkeypatch):
     def interrupted(*args: object, **kwargs: object) -> object:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(recovery, "run", interrupted)
+    monkeypatch.setattr(patcher_module, "run", interrupted)
     with pytest.raises(KeyboardInterrupt):
         tracer.patch(llama, pairs_of(llama.model), out=tmp_path / "run", progress=False)
     assert not (tmp_path / "run").exists()

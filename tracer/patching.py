@@ -20,8 +20,8 @@ from tracer.errors import InputError, one_of
 from tracer.models.traced import TracedModel, load
 from tracer.patch_edits import Component
 from tracer.patch_results import ALL, FILES, SCHEMA, PatchResult, cell_table, typed_probes
+from tracer.patcher import AGREE, MIN_GAP, Direction, Metric, Patcher, PatchMeasures, recovered, why_undefined
 from tracer.probes import Probe, ProbeSet, Skipped, TokenizedProbe, TokenizedProbes, Tokenizer, read_probes, tokenize
-from tracer.recovery import AGREE, MIN_GAP, Direction, Metric, Patcher, PatchMeasures, recovered, why_undefined
 from tracer.results import check_free
 from tracer.runs import allowed_engine, check_fit, corrupt_of, first_of_each_group, token_bar, versions
 

@@ -15,8 +15,9 @@ from tracer.fragility import Fragility, fragility
 from tracer.measures import Measures
 from tracer.models.anatomy import Anatomy
 from tracer.particle import NO_BLOCK, GroupParticle, ParticleRule, group_null, group_particle, task_particles
+from tracer.patcher import MIN_GAP
 from tracer.probes import TokenizedProbe, TokenizedProbes, Tokenizer
-from tracer.recovery import MIN_GAP, NO_PAIR
+from tracer.recovery import NO_PAIR
 from tracer.results import typed_probes
 from tracer.statistics import MIN_SEEDS, bootstrap_profile, t_interval
 
