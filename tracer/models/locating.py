@@ -165,7 +165,7 @@ def block_calls(model: nn.Module, calls: Sequence[ModuleCall]) -> tuple[list[Mod
         )
     longest = max(chains, key=lambda name: max(chains[name][1].values()))
     blocks, pairs = chains[longest]
-    path = pairs.most_common(1)[0][0]
+    path = residual_paths(pairs)
     # Stacks of the same kind that are called in turn are one row of blocks.
     alike = [c for c, p in chains.values() if type(c[0].module) is type(blocks[0].module) and path in p]
     alike = [c for c in alike if _shape(c[0], path[1]) == _shape(blocks[0], path[1])]
