@@ -1,8 +1,8 @@
 """Task particles of SmolLM2-135M through a tuned lens, with the plain logit lens beside it.
 
-`python figures/both_lenses.py` draws the figure from the committed result. With `--measure` it first trains the lens, on
-the help topics of Python's standard library (English prose with code), and traces the model anew: about a quarter of an
-hour on two cores.
+`python figures/both_lenses.py` draws the figure from the committed result. With `--measure` it first trains the lens,
+on the help topics of Python's standard library (English prose with code), and traces the model anew: about a quarter of
+an hour on two cores.
 """
 
 import sys
