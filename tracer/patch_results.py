@@ -7,7 +7,6 @@ import os
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from tracer.errors import one_of
 from tracer.patch_edits import Component
 from tracer.results import check_free, packed, unpacked, write_folder
 from tracer.statistics import bootstrap_profile
+from tracer.summary import spans
 
 SCHEMA = 1
 FILES = ("arrays.safetensors", "cells.csv", "probes.jsonl", "run.json")
@@ -175,7 +175,7 @@ def _half_rows(group: str, cells: pd.DataFrame) -> list[dict[str, Any]]:
         reached = column[column["recovery"] >= HALF]
         if len(reached):
             row = {"group": group, "position": ALL if pd.isna(position) else position}
-            rows.append(row | {"depths": _spans(reached["place"].tolist()), "n": column["n"].max()})
+            rows.append(row | {"depths": spans(reached["place"].tolist()), "n": column["n"].max()})
     return rows
 
 
@@ -192,12 +192,6 @@ def _largest_rows(group: str, cells: pd.DataFrame) -> list[dict[str, Any]]:
         }
         for row in cells.nlargest(MOST_CELLS, "recovery").to_dict("records")
     ]
-
-
-def _spans(places: Sequence[int]) -> str:
-    """`0, 3-5, 9`."""
-    runs = [[place for _, place in run] for _, run in groupby(enumerate(places), lambda item: item[1] - item[0])]
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def cell_table(

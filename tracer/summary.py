@@ -2,6 +2,7 @@
 
 import textwrap
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -131,8 +132,8 @@ def _fragile(result: TraceResult, kind: str) -> str:
         f"Fragility under {kind}: the {len(rows)} largest of {len(present)} blocks, JSD in nats, "
         f"n = {entry['n']} (ceiling {entry['ceiling']:.3f})"
     )
-    sets = f"Not told apart from the largest: {_blocks(entry['fragile'])}"
-    sets += f"; without block 0: {_blocks(entry['fragile_without_first'])}"
+    sets = f"Not told apart from the largest: {spans(entry['fragile'])}"
+    sets += f"; without block 0: {spans(entry['fragile_without_first'])}"
     header = ("block", "mixer", "JSD", "/ ln 2", "answered", "log p", "kept")
     lines = [title, _table(header, rows, left=(1, 2)), textwrap.fill(sets, WIDTH, subsequent_indent="  ")]
     if len(entry["by_mixer"]) > 1:
@@ -160,15 +161,10 @@ def _about_probes(result: TraceResult) -> list[str]:
     return notes
 
 
-def _blocks(blocks: Sequence[int]) -> str:
-    """`0, 3-5, 9`."""
-    runs: list[list[int]] = []
-    for block in blocks:
-        if runs and block == runs[-1][-1] + 1:
-            runs[-1].append(block)
-        else:
-            runs.append([block])
-    return ", ".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0]) for r in runs) or "none"
+def spans(blocks: Sequence[int]) -> str:
+    """Blocks or depths in ascending order as text: `0, 3-5, 9`."""
+    runs = [[block for _, block in run] for _, run in groupby(enumerate(blocks), lambda item: item[1] - item[0])]
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs) or "none"
 
 
 def _range(low: float | None, high: float | None, style: str = ".3g") -> str:
