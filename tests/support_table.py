@@ -135,6 +135,7 @@ def recorded() -> pd.DataFrame:
     return support.supported().set_index("model_type")
 
 
+@cache
 def is_current() -> bool:
     """Whether the table was measured with the installed transformers."""
     return set(recorded()["transformers"]) == {versions()["transformers"]}

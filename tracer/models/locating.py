@@ -6,7 +6,7 @@ dimensions are the batch and which the positions. What is found is only a propos
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, MutableMapping, MutableSequence, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from tracer.errors import InputError, ModelRefused
 from tracer.models.anatomy import PROBE_LENGTH, PROBE_ROWS, SECOND_LENGTH, SECOND_ROWS, Anatomy, BlockCall
@@ -310,10 +310,16 @@ def _contents(arguments: Mapping[str, Any]) -> dict[str, list[int]]:
     """Identities of the items of every mutable container among the arguments of a call."""
     named = (*enumerate(arguments["args"]), *arguments["kwargs"].items())
     return {
-        str(key): [id(item) for item in (value.values() if isinstance(value, Mapping) else value)]
+        str(key): [id(item) for item in _items(value)]
         for key, value in named
-        if isinstance(value, MutableMapping | MutableSequence)
+        if isinstance(value, MutableMapping | MutableSequence | Cache)
     }
+
+
+def _items(value: Any) -> Iterable[Any]:
+    if isinstance(value, Cache):  # some models of older releases make one even when told not to
+        return [part for layer in getattr(value, "layers", ()) for part in vars(layer).values()]
+    return value.values() if isinstance(value, Mapping) else value
 
 
 def _tail(calls: Sequence[ModuleCall], last: ModuleCall) -> tuple[str, ...]:

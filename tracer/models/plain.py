@@ -179,29 +179,18 @@ class PlainAdapter:
         Raises:
             HookError: a block was not called, or called more often than in the probe.
         """
-        expected, seen = self.anatomy.calls, 0
-
-        def intercept(module: nn.Module, arguments: dict[str, Any], output: Any = None) -> Any:
-            nonlocal seen
-            if seen >= len(expected):
-                raise HookError(f"more than the {len(expected)} block calls of the probe: {type(module).__name__}")
-            site = BlockSite(self, seen, module, arguments, output)
-            seen += 1
-            output = site.output(visit(site))
-            if seen == len(expected) and not logits:
-                raise _Stop
-            return output
-
+        calls = _Calls(self, visit, logits)
         result = None
         routes: dict[nn.Module, Callable[..., Any]]
-        routes = {block: partial(self._route, intercept, block) for block in self._blocks}
+        routes = {block: partial(self._route, calls.intercept, block) for block in self._blocks}
         for first, last in self._spans:
-            routes |= self._span_routes(intercept, first, last)
+            routes |= self._span_routes(calls.intercept, first, last)
         with intercepted(routes), suppress(_Stop):
             result = self.forward(batch)
-        if seen != len(expected):
+        expected = self.anatomy.n_blocks
+        if calls.seen != expected:
             raise HookError(
-                f"{seen} of {len(expected)} block calls were seen: the model did not run its blocks as in the probe"
+                f"{calls.seen} of {expected} block calls were seen: the model did not run its blocks as in the probe"
             )
         return result
 
@@ -236,6 +225,26 @@ class PlainAdapter:
         if self._running:  # a block inside a block, called by the outer one
             return type(block)._call_impl(block, *args, **kwargs)
         return intercept(block, {"args": args, "kwargs": kwargs})
+
+
+class _Calls:
+    """The block calls of one forward, counted and handed to a visitor."""
+
+    def __init__(self, adapter: PlainAdapter, visit: Visitor, logits: bool):
+        self._adapter, self._visit, self._logits = adapter, visit, logits
+        self.seen = 0
+
+    def intercept(self, module: nn.Module, arguments: dict[str, Any], output: Any = None) -> Any:
+        """What the model gets in place of a block's output."""
+        expected = self._adapter.anatomy.n_blocks
+        if self.seen >= expected:
+            raise HookError(f"more than the {expected} block calls of the probe: {type(module).__name__}")
+        site = BlockSite(self._adapter, self.seen, module, arguments, output)
+        self.seen += 1
+        output = site.output(self._visit(site))
+        if self.seen == expected and not self._logits:
+            raise _Stop
+        return output
 
 
 @contextmanager

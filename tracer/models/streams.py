@@ -101,11 +101,10 @@ def unembed(adapter: Adapter, stream: Tensor, tokens: Int[Tensor, " reads"]) -> 
         tokens: the input token at each of these positions.
     """
     last = adapter.anatomy.n_blocks - 1
-
-    def visit(site: BlockSite) -> State:
-        return (stream, *site.state[1:]) if site.index == last else site.state
-
-    logits = adapter.run(TokenBatch(tokens.reshape(-1, 1).cpu(), (1,) * len(tokens)), visit)
+    logits = adapter.run(
+        TokenBatch(tokens.reshape(-1, 1).cpu(), (1,) * len(tokens)),
+        lambda site: (stream, *site.state[1:]) if site.index == last else site.state,
+    )
     assert logits is not None
     return logits[:, -1]
 
