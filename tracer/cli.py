@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from tracer.errors import ModelRefused, TracerError
+from tracer.errors import InputError, ModelRefused, TracerError
 
 
 class _Refused(click.ClickException):
@@ -60,7 +60,10 @@ def cli() -> None:
     """Find where a language model executes tasks and where it is fragile, block by block.
 
     \b
-    Start with:
+    Start with a model that comes along:
+      tracer zoo
+      tracer trace zoo/gdn-attention-8 --out runs/gdn
+    or a larger one:
       tracer fetch smollm2-135m-instruct-q4_1
       tracer trace smollm2-135m-instruct-q4_1 --probes en-capitals --out runs/capitals
     """
@@ -72,8 +75,8 @@ def cli() -> None:
 def check(model: str, quiet: bool, **options: Any) -> None:
     """Open MODEL, print its anatomy and prove that it can be traced exactly.
 
-    MODEL is a catalogue name, a folder, a GGUF file or a Hugging Face id. Exit 0: it can be traced; 1: a check
-    failed; 2: it cannot be opened.
+    MODEL is a name of the catalogue or the zoo, a folder, a GGUF file or a Hugging Face id. Exit 0: it can be traced;
+    1: a check failed; 2: it cannot be opened.
 
     \b
     Example:
@@ -105,8 +108,8 @@ def fetch(name: str, force: bool, quiet: bool) -> None:
 
 
 @cli.command()
-@click.argument("model")
-@click.option("--probes", default="english", show_default=True, help="Shipped set or collection, JSONL or CSV file.")
+@click.argument("models", nargs=-1, required=True, metavar="MODEL...")
+@click.option("--probes", help="Shipped set or collection, JSONL or CSV file (default: english; zoo/held for the zoo).")
 @click.option("--groups", help="Only these groups, separated by commas.")
 @click.option("--limit", type=int, help="Only the first N usable probes of each group.")
 @click.option(
@@ -131,61 +134,86 @@ def fetch(name: str, force: bool, quiet: bool) -> None:
 @click.option("--tuned-lens", help="For --readout tuned: the file that tracer tuned-lens has written.")
 @click.option("--engine", help="onepass or full (default: what the self-check allows).")
 @click.option("--batch-tokens", default=2048, show_default=True, help="Most tokens in one call of a block.")
-@click.option("--out", required=True, help="Folder for the result and its figures.")
+@click.option(
+    "--out", required=True, help="Folder for the result and its figures; of several models, for one folder each."
+)
 @click.option("--resume", is_flag=True, help="Go on with an interrupted trace; a finished one is shown again.")
 @click.option("--force", is_flag=True, help="Replace the result in --out.")
 @click.option("--skip-bad", is_flag=True, help="Count unusable probes instead of refusing the set.")
 @click.option("--no-figures", is_flag=True, help="Write the numbers only.")
 @_model_options
-def trace(
-    model: str,
-    out: str,
-    no_figures: bool,
-    quiet: bool,
-    groups: str | None,
-    ablations: str,
-    **options: Any,
-) -> None:
+def trace(models: tuple[str, ...], out: str, no_figures: bool, quiet: bool, **options: Any) -> None:
     """Trace MODEL on probes: where it executes them (logit lens) and where it is fragile (ablations).
+
+    Several models are traced one after the other, each into a folder of its own name, and then drawn side by side.
 
     \b
     Examples:
-      tracer trace smollm2-135m-instruct-q4_1 --out runs/english
+      tracer trace zoo/mamba2-8 --out runs/mamba2
+      tracer trace zoo/transformer-8 zoo/mamba2-8 zoo/gdn-attention-8 --out runs/families
       tracer trace ./my-model --probes my.jsonl --ablations zero,mean --dtype bfloat16 --out runs/mine
       tracer trace gemma3-270m-q4_k_m --probes chinese --groups zh-capitals --out runs/zh
     """
     from tracer.results import PARTIAL, check_free
-    from tracer.tracing import trace as run_trace
 
-    folder = Path(out)
-    load_options = {key: options.pop(key) for key in _LOAD_OPTIONS}
+    options["load_options"] = {key: options.pop(key) for key in _LOAD_OPTIONS}
+    folders = {model: Path(out) for model in models}
+    if len(models) > 1:
+        folders = {model: Path(out) / folder_name(model) for model in models}
+        if len(set(folders.values())) < len(models):
+            raise InputError(f"two of {', '.join(models)} would be saved under one name: trace them apart")
     try:
-        # What costs nothing is checked before the model is opened.
-        check_free(folder, force=options["force"] or options["resume"])
-        result = run_trace(
-            model,
-            groups=None if groups is None else [name.strip() for name in groups.split(",") if name.strip()],
-            ablations=ablations,
-            out=out,
-            progress=not quiet,
-            load_options=load_options,
-            **options,
-        )
-        click.echo(result.summary())
-        if not no_figures:
-            from tracer.plots import save_figures
+        # What costs nothing is checked before any model is opened.
+        for folder in folders.values():
+            check_free(folder, force=options["force"] or options["resume"])
+        results = [
+            _traced(model, folder, figures=not no_figures, quiet=quiet, **options) for model, folder in folders.items()
+        ]
+        if len(models) == 1:
+            click.echo(results[0].summary())
+        else:
+            from tracer.summary import side_by_side
 
-            save_figures(result, folder / "figures", force=True)
+            click.echo(side_by_side(results))
+            if not no_figures:
+                from tracer.plots import draw_families, write_figures
+
+                write_figures({"families": lambda: draw_families(results)}, Path(out) / "figures", force=True)
     except KeyboardInterrupt:
-        kept = f"finished batches are kept, go on with: --out {out} --resume"
-        click.echo(f"\ntracer: interrupted; {kept if (folder / PARTIAL).exists() else 'nothing is lost'}", err=True)
+        kept = any((folder / PARTIAL).exists() or (folder / "run.json").exists() for folder in folders.values())
+        said = f"what is finished is kept, go on with: --out {out} --resume" if kept else "nothing is lost"
+        click.echo(f"\ntracer: interrupted; {said}", err=True)
         sys.exit(130)
     click.echo(f"\nsaved in {out}" + ("" if no_figures else ", figures in its folder figures"))
 
 
+def _traced(model: str, folder: Path, *, figures: bool, quiet: bool, **options: Any) -> Any:
+    """Trace one model and draw its figures."""
+    from tracer.tracing import trace as run_trace
+
+    groups = options.pop("groups")
+    result = run_trace(
+        model,
+        groups=None if groups is None else [name.strip() for name in groups.split(",") if name.strip()],
+        out=folder,
+        progress=not quiet,
+        **options,
+    )
+    if figures:
+        from tracer.plots import save_figures
+
+        save_figures(result, folder / "figures", force=True)
+    return result
+
+
+def folder_name(model: str) -> str:
+    """What the folder of a model is called: the last part of a path, else its name without slashes."""
+    return Path(model).name if Path(model).exists() else model.replace("/", "-")
+
+
 @cli.command()
 @click.argument("model")
-@click.option("--probes", default="english", show_default=True, help="Shipped set or collection, JSONL or CSV file.")
+@click.option("--probes", help="Shipped set or collection, JSONL or CSV file (default: english; zoo/held for the zoo).")
 @click.option("--components", default="resid,mixer,mlp", show_default=True, help="Of resid, block, mixer and mlp.")
 @click.option(
     "--direction", default="denoise", show_default=True, help="denoise (clean into corrupt) or noise (the reverse)."
@@ -285,6 +313,60 @@ def tuned_lens(model: str, text: str, out: str, force: bool, quiet: bool, **opti
         click.echo("\ntracer: interrupted; nothing was written", err=True)
         sys.exit(130)
     click.echo(f"{lens.summary()}\n\nsaved in {out}")
+
+
+@cli.command("eval")
+@click.argument("model")
+@click.option(
+    "--suite",
+    help="Probe sets or files, separated by commas (default: english; for a model of the zoo, what it was trained on).",
+)
+@click.option("--limit", type=int, help="Only the first N usable probes of each group.")
+@click.option("--seed", default=0, show_default=True, help="Of the bootstrap.")
+@click.option("--batch-tokens", default=2048, show_default=True, help="Most tokens in one forward.")
+@click.option("--out", help="Folder for the result and its figure (default: it is only printed).")
+@click.option("--force", is_flag=True, help="Replace the result in --out.")
+@_model_options
+def evaluate(model: str, suite: str | None, out: str | None, quiet: bool, **options: Any) -> None:
+    """Ask MODEL probes: how often the target is the most likely token, and how likely it is.
+
+    \b
+    Examples:
+      tracer eval zoo/mamba2-8
+      tracer eval smollm2-135m-instruct-q4_1 --suite en-capitals,mine.jsonl --out runs/eval
+    """
+    from tracer.evaluation.evaluating import evaluate as run_evaluation
+
+    load_options = {key: options.pop(key) for key in _LOAD_OPTIONS}
+    try:
+        result = run_evaluation(model, suite, out=out, progress=not quiet, load_options=load_options, **options)
+        click.echo(result.summary())
+        if out is not None:
+            from tracer.plots import write_figures
+
+            write_figures({"accuracy": result.plot}, Path(out) / "figures", force=True)
+            click.echo(f"\nsaved in {out}, the figure in its folder figures")
+    except KeyboardInterrupt:
+        click.echo("\ntracer: interrupted", err=True)
+        sys.exit(130)
+
+
+@cli.command()
+@click.argument("name", required=False)
+def zoo(name: str | None) -> None:
+    """List the small trained models that come with LayerTracer, or print the card of NAME.
+
+    Each knows one invented world and nothing else, so that what it should answer is known exactly. They open offline.
+
+    \b
+    Examples:
+      tracer zoo
+      tracer zoo zoo/mamba2-8
+      tracer trace zoo/mamba2-8 --out runs/mamba2
+    """
+    from tracer.zoo.shelf import listing, read_card
+
+    click.echo(listing() if name is None else str(read_card(name)))
 
 
 _LOAD_OPTIONS = ("dtype", "device", "device_map", "revision", "trust_remote_code", "backend", "blocks")

@@ -23,7 +23,7 @@ from tracer.patch_results import ALL, FILES, SCHEMA, PatchResult, cell_table, ty
 from tracer.patcher import AGREE, MIN_GAP, Direction, Metric, Patcher, PatchMeasures, recovered, why_undefined
 from tracer.probes import Probe, ProbeSet, Skipped, TokenizedProbe, TokenizedProbes, Tokenizer, read_probes, tokenize
 from tracer.results import check_free
-from tracer.runs import allowed_engine, check_fit, corrupt_of, first_of_each_group, token_bar, versions
+from tracer.runs import allowed_engine, check_fit, corrupt_of, default_probes, first_of_each_group, token_bar, versions
 
 TOGETHER = "together"
 PATCH_TARGETS = ("single", "first")
@@ -31,7 +31,7 @@ PATCH_TARGETS = ("single", "first")
 
 def patch(
     model: object,
-    probes: str | Path | ProbeSet | Sequence[Probe | Mapping[str, object]] = "english",
+    probes: str | Path | ProbeSet | Sequence[Probe | Mapping[str, object]] | None = None,
     *,
     components: str | Sequence[str] = ("resid", "mixer", "mlp"),
     direction: str = "denoise",
@@ -63,6 +63,7 @@ def patch(
     Args:
         model: an opened model, or anything that `load` takes.
         probes: a shipped set or collection (`en-capitals`, `english`, `chinese`), a JSONL or CSV file, or probes.
+            Default: `english`, and `zoo/held` for a model of the zoo.
         components: any of `resid` (the stream at a depth), `block` (what a block adds to it), `mixer`, `mlp` (what its
             sub-layers add), as names or separated by commas.
         direction: `denoise` puts parts of the clean run into the corrupt one and gives the share of the metric that
@@ -115,7 +116,7 @@ def patch(
     folder = None if out is None else Path(out)
     if folder is not None:
         check_free(folder, force=force, files=FILES)
-    probe_set = read_probes(probes, skip_bad=skip_bad, groups=groups)
+    probe_set = read_probes(default_probes(model) if probes is None else probes, skip_bad=skip_bad, groups=groups)
     if ALL in probe_set.groups:
         raise InputError(f"a group is called {ALL!r}, as the pooled one is: give it another name")
     opened = model if isinstance(model, TracedModel) else load(model, progress=progress, **(load_options or {}))

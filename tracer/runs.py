@@ -16,6 +16,13 @@ from tracer.errors import InputError, one_of
 from tracer.models.selfcheck import Engine
 from tracer.models.traced import TracedModel
 from tracer.probes import TokenizedProbe
+from tracer.zoo.shelf import PREFIX
+
+
+def default_probes(model: object) -> str:
+    """The probe set for a model, opened or by name, where none is named; a zoo model is asked about its own world."""
+    name = model.name if isinstance(model, TracedModel) else model
+    return f"{PREFIX}held" if isinstance(name, str) and name.startswith(PREFIX) else "english"
 
 
 def allowed_engine(model: TracedModel, engine: str | None) -> Engine:

@@ -30,6 +30,30 @@ def summary_of(result: TraceResult) -> str:
     return "\n\n".join(parts)
 
 
+def side_by_side(results: Sequence[TraceResult]) -> str:
+    """One line a model: answers, median particle, and the fragile blocks under the first ablation."""
+    rows = []
+    for result in results:
+        found, n = result.run["particle_block"], len(result.blocks)
+        entry = next(iter(result.run["fragility"]), None)
+        rows.append(
+            (
+                result.run["model"]["name"],
+                str(n),
+                f"{int(result.probes['answered'].sum())}/{len(result.probes)}",
+                "none"
+                if found["estimate"] is None
+                else f"{found['estimate']:.3g}  {_range(found['low'], found['high'])}",
+                "" if found["estimate"] is None else f"{(found['estimate'] + 0.5) / n:.2f}",
+                "" if entry is None else spans(entry["fragile"]),
+                "" if entry is None else spans(entry["fragile_without_first"]),
+            )
+        )
+    header = ("model", "blocks", "answered", "particle block", "depth", "fragile", "without block 0")
+    title = "Side by side: median particle block over groups, 95 % interval, its centre as a share of the depth"
+    return title + "\n" + _table(header, rows, left=(0, 3, 5, 6))
+
+
 def _head(result: TraceResult) -> str:
     model, arguments, work = (result.run[key] for key in ("model", "arguments", "work"))
     answered = int(result.probes["answered"].sum())

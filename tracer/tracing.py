@@ -28,13 +28,13 @@ from tracer.probes import (
     tokenize,
 )
 from tracer.results import PARTIAL, TraceResult, check_free
-from tracer.runs import allowed_engine, check_fit, corrupt_of, first_of_each_group, versions
+from tracer.runs import allowed_engine, check_fit, corrupt_of, default_probes, first_of_each_group, versions
 from tracer.tuned_lens import TunedLens
 
 
 def trace(
     model: object,
-    probes: str | Path | ProbeSet | Sequence[Probe | Mapping[str, object]] = "english",
+    probes: str | Path | ProbeSet | Sequence[Probe | Mapping[str, object]] | None = None,
     *,
     groups: Sequence[str] | None = None,
     limit: int | None = None,
@@ -65,6 +65,7 @@ def trace(
     Args:
         model: an opened model, or anything that `load` takes.
         probes: a shipped set or collection (`en-capitals`, `english`, `chinese`), a JSONL or CSV file, or probes.
+            Default: `english`, and `zoo/held` for a model of the zoo.
         groups: only these groups.
         limit: only the first so many usable probes of each group.
         ablations: any of `zero` (alias `skip`), `mean`, `resample`, `noise`, `zero_stream`, as names or separated by
@@ -137,7 +138,7 @@ def trace(
     folder = None if out is None else Path(out)
     if folder is not None:
         check_free(folder, force=force or resume)
-    probe_set = read_probes(probes, skip_bad=skip_bad, groups=groups)
+    probe_set = read_probes(default_probes(model) if probes is None else probes, skip_bad=skip_bad, groups=groups)
     opened = model if isinstance(model, TracedModel) else load(model, progress=progress, **(load_options or {}))
     used = allowed_engine(opened, engine)
     _check_reach(opened, settings)

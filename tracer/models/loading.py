@@ -1,4 +1,4 @@
-"""Opening a model: a Hugging Face id, a local folder, a GGUF file, a name of the catalogue, a live model."""
+"""Opening a model: a Hugging Face id, a folder, a GGUF file, a name of the catalogue or the zoo, a live model."""
 
 import os
 from collections import Counter
@@ -24,12 +24,13 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING
 
 from tracer.errors import InputError
-from tracer.models.cache import one_line, read_manifest
+from tracer.models.cache import file_sha256, one_line, read_manifest
 from tracer.models.catalogue import CATALOGUE, cached_folder, suggest_names
 from tracer.models.checkpoint import first_few, read_causal_lm, transformers_output
 from tracer.models.gguf_file import convert_gguf
+from tracer.zoo import shelf
 
-Kind = Literal["hub", "folder", "gguf", "catalogue", "live"]
+Kind = Literal["hub", "folder", "gguf", "catalogue", "zoo", "live"]
 
 # Names are dtypes in which a model can be computed; a quantised storage format is not one of them.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -47,7 +48,8 @@ class OpenedModel:
         tokenizer: Its tokenizer; None where the checkpoint has none and none was passed.
         name: What it is called in outputs: the id, path or name that was passed.
         kind: Where it came from.
-        revision: Commit of the hub, `sha256:...` of the GGUF file, None for a folder and a live model.
+        revision: Commit of the hub, `sha256:...` of a GGUF file or of a zoo model's weights, None for a folder and a
+            live model.
         dtype: dtype of the parameters, read from them (`float32`); of most elements where they differ.
         notes: What a reader of results should know about how it was opened.
     """
@@ -79,11 +81,12 @@ def open_model(
     Weights are read from safetensors only. One that the checkpoint lacks is an error, never a random tensor.
 
     Args:
-        source: A live model, a name of the catalogue (fetched before), a folder with `config.json`, a `.gguf`
-            file, or a Hugging Face id, looked up in this order. A folder that is called like a name of the
-            catalogue is reached as `./name`.
+        source: A live model, a name of the catalogue (fetched before) or of the zoo (`zoo/...`), a folder with
+            `config.json`, a `.gguf` file, or a Hugging Face id, looked up in this order. A folder that is called like
+            one of these names is reached as `./name`.
         tokenizer: Used instead of the checkpoint's own.
-        dtype: `float32`, `bfloat16` or `float16`. None keeps the dtype that the checkpoint is stored in.
+        dtype: `float32`, `bfloat16` or `float16`. None keeps the dtype that the checkpoint is stored in; a model of the
+            zoo, which is stored in `float16`, is then opened in `float32`.
         device: Where to put the model, e.g. `cuda:0`. None: the CPU, or what `device_map` says.
         device_map: Passed to transformers, to spread a model over devices and memory.
         revision: Branch, tag or commit of a Hugging Face id.
@@ -113,6 +116,8 @@ def open_model(
     place = _parse_device(device)
     with transformers_output(progress):
         located = _locate(source, revision, progress)
+        if wanted is None and located.kind == "zoo":  # stored in half the bytes, which is no dtype to compute in
+            wanted = torch.float32
         options: dict[str, Any] = {
             "revision": located.revision if located.kind == "hub" else None,
             "trust_remote_code": trust_remote_code,
@@ -173,12 +178,14 @@ def _locate(source: str | os.PathLike[str], revision: str | None, progress: bool
     if not name:
         raise InputError(f"no model was named; pass a folder, a Hugging Face id or one of {', '.join(CATALOGUE)}")
     path = Path(name).expanduser()
-    is_hub_id = isinstance(source, str) and name not in CATALOGUE and not path.exists() and not _looks_like_path(name)
-    if is_hub_id:
+    has_own_name = isinstance(source, str) and (name in CATALOGUE or name.startswith(shelf.PREFIX))
+    if isinstance(source, str) and not has_own_name and not path.exists() and not _looks_like_path(name):
         return _locate_on_hub(name, revision)
     if revision is not None:
         raise InputError(f"revision={revision!r} means a commit of the Hugging Face hub, but {name} is not from there")
-    if isinstance(source, str) and name in CATALOGUE:
+    if has_own_name and name.startswith(shelf.PREFIX):
+        return _from_zoo(name)
+    if has_own_name:
         folder = cached_folder(name)
         if folder is None:
             raise InputError(f"{name} is not in the cache yet; run `tracer fetch {name}`")
@@ -203,6 +210,12 @@ def _converted(folder: Path, name: str, kind: Kind) -> _Located:
         revision=f"sha256:{read_manifest(folder)['gguf_sha256']}",
         notes=("weights of a GGUF file, converted to float32: they keep the rounding of its quantisation",),
     )
+
+
+def _from_zoo(name: str) -> _Located:
+    folder = shelf.zoo_folder(name)
+    weights = file_sha256(folder / "model.safetensors")
+    return _Located(str(folder), folder, name, "zoo", revision=f"sha256:{weights}")
 
 
 def _looks_like_path(name: str) -> bool:

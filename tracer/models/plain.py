@@ -40,6 +40,7 @@ class Adapter(Protocol):
     anatomy: Anatomy
     probe: TokenBatch
     modules: Mapping[str, nn.Module]
+    forward: Callable[[TokenBatch], Tensor]
 
     def run(self, batch: TokenBatch, visit: Visitor, *, logits: bool = True) -> Tensor | None:
         """Run the model's forward with `visit` at every block; see `PlainAdapter.run`."""

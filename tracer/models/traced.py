@@ -191,9 +191,9 @@ def load(
     """Open a model and check that it can be traced exactly.
 
     Args:
-        source: a catalogue name, a local folder, a GGUF file, a live Hugging Face model, a live `TransformerBridge` or
-            `HookedTransformer` of TransformerLens, or a Hugging Face id. A model that also sees or hears is traced on
-            text, through its language model.
+        source: a name of the catalogue or of the zoo (`zoo/mamba2-8`), a local folder, a GGUF file, a live Hugging Face
+            model, a live `TransformerBridge` or `HookedTransformer` of TransformerLens, or a Hugging Face id. A model
+            that also sees or hears is traced on text, through its language model.
         tokenizer: of a live model, or in place of the checkpoint's own. A model without one is traced on probes that
             are token ids.
         backend: how to reach the residual stream; the numbers are the same up to rounding. `hooks`: the model's own
@@ -201,7 +201,8 @@ def load(
             it over, so that its hook points are at hand. `auto`: a model of TransformerLens as it is; a live Hugging
             Face model by `hooks`; one that is opened by name, folder or file as a bridge, where TransformerLens lists
             its class and the bridge gives the model's own outputs, passes the self-check and needs no slower engine,
-            else by `hooks`. Dispatched or quantised weights and model code of the checkpoint's own stay with `hooks`.
+            else by `hooks`. Dispatched or quantised weights, model code of the checkpoint's own, and the models of the
+            zoo, which are to open at once, stay with `hooks`.
             A note says which was used and why.
         blocks: names of the modules that are the blocks, for a model in which they are not found; by `hooks` only.
         dtype: `float32`, `bfloat16`, `float16` or a torch dtype; None keeps what the checkpoint stores.
@@ -290,6 +291,8 @@ def _why_by_hooks(
     """Why no bridge shall take a model over; None where one may."""
     if opened.kind == "live":
         return "a live model is left as it is"
+    if opened.kind == "zoo":
+        return "a bridge takes longer to boot than a model of the zoo to trace"
     if blocks is not None:
         return "its blocks are named"
     if trust_remote_code:

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from tracer.errors import InputError
 from tracer.plots.evolution import draw_evolution
+from tracer.plots.families import draw_families
 from tracer.plots.fragility import draw_fragility
 from tracer.plots.joint import draw_joint
 from tracer.plots.lens import draw_lens
@@ -28,7 +29,7 @@ FIGURES = tuple(_DRAWERS)
 
 DPI = 200
 
-__all__ = ["DPI", "FIGURES", "draw", "save_figures", "write_figures"]
+__all__ = ["DPI", "FIGURES", "draw", "draw_families", "save_figures", "write_figures"]
 
 
 def draw(result: TraceResult, figure: str = "joint") -> Figure:

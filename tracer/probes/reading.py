@@ -14,8 +14,8 @@ from typing import Any
 
 from tracer.errors import InputError
 
-COLLECTIONS: dict[str, str] = {"english": "en-", "chinese": "zh-", "all": ""}
-"""Names for several shipped sets at once, and the prefix that their names share."""
+COLLECTIONS: dict[str, tuple[str, ...]] = {"english": ("en-",), "chinese": ("zh-",), "all": ("en-", "zh-")}
+"""Names for several shipped sets at once, and the prefixes of their names; sets about invented worlds are in none."""
 
 
 @dataclass(frozen=True)
@@ -184,14 +184,16 @@ def shipped_folder() -> Path:
     """The folder of the shipped probe sets: inside an installed package, or `probes/` of a checkout."""
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "probe_sets", package.parent / "probes"):
-        if any(folder.glob("*.jsonl")):
+        if any(folder.rglob("*.jsonl")):
             return folder
     raise InputError(f"no shipped probe sets beside {package}: reinstall layertracer or pass a probe file")
 
 
 def shipped_names() -> tuple[str, ...]:
-    """Names of the shipped probe sets, sorted."""
-    return tuple(sorted(path.stem for path in shipped_folder().glob("*.jsonl")))
+    """Names of the shipped probe sets, sorted; those in a folder are called `folder/stem`."""
+    folder = shipped_folder()
+    paths = (path.relative_to(folder).with_suffix("") for path in folder.rglob("*.jsonl"))
+    return tuple(sorted(path.as_posix() for path in paths))
 
 
 def read_probes(
@@ -242,7 +244,7 @@ def _shipped_paths(source: str) -> list[Path] | None:
     names = shipped_names()
     parts = _split(source)
     for part in parts:
-        found = [name for name in names if part == name or name.startswith(COLLECTIONS.get(part, "\0"))]
+        found = [name for name in names if part == name or name.startswith(COLLECTIONS.get(part, ()))]
         if not found:
             return None
         paths |= dict.fromkeys(shipped_folder() / f"{name}.jsonl" for name in found)
@@ -251,9 +253,11 @@ def _shipped_paths(source: str) -> list[Path] | None:
 
 def _user_path(source: str) -> Path:
     path = Path(source)
-    if path.exists() or path.suffix in (".jsonl", ".csv") or len(path.parts) > 1:
-        return path
     known = [*COLLECTIONS, *shipped_names()]
+    folders = {name.split("/")[0] for name in known if "/" in name}
+    in_folder = len(path.parts) > 1 and path.parts[0] not in folders
+    if path.exists() or path.suffix in (".jsonl", ".csv") or in_folder:
+        return path
     unknown = next((part for part in _split(source) if part not in known), source)
     close = difflib.get_close_matches(unknown, known, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(close)}?" if close else f"pass one of {', '.join(known)}"

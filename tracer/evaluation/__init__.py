@@ -1,0 +1,1 @@
+"""How well a model answers, by whole forwards without any hook."""

@@ -1,0 +1,87 @@
+"""What an evaluation returns, and the folder that it is saved as (see `tracer.results` for the format)."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from tracer.errors import one_of
+from tracer.results import check_free, packed, unpacked, write_folder
+
+SCHEMA = 1
+FILES = ("arrays.safetensors", "groups.csv", "probes.jsonl", "run.json")
+"""The files of a result; `run.json` is moved in last, so that a folder that has it is complete."""
+
+ALL = "all"
+"""Name of the pooled row of a suite in `groups`."""
+
+
+@dataclass(frozen=True, eq=False)
+class EvalResult:
+    """How one model answers one or several suites of probes.
+
+    Attributes:
+        run: arguments, versions, model (fingerprint), counts of unusable probes, warnings; what `run.json` holds.
+        probes: one row per usable probe: `suite`, `id`, `group`, `prompt`, `target`, `said` (the most likely token),
+            `answered` (whether it is the target) and `p_said`, its probability.
+        groups: one row per suite and group, and one of each suite as a whole (`all`): `n`, `answered`, `accuracy` with
+            its 95 % interval (`low`, `high`), mean log-probability of the target in nats `log_p` (`log_p_low`,
+            `log_p_high`), and `p_said`, the mean probability of the most likely token: what the accuracy would be if
+            the model were calibrated.
+        arrays: `log_p` `[probes]` log-probability of the target (nats), `p_said` `[probes]`.
+    """
+
+    run: dict[str, Any]
+    probes: pd.DataFrame
+    groups: pd.DataFrame
+    arrays: dict[str, np.ndarray]
+
+    @property
+    def suites(self) -> tuple[str, ...]:
+        """Names of the suites."""
+        return tuple(self.run["arguments"]["suites"])
+
+    def to_frame(self, of: str = "groups") -> pd.DataFrame:
+        """One of the tables `groups` and `probes`, as a copy."""
+        return getattr(self, one_of("table", of, ("groups", "probes"))).copy()
+
+    def summary(self) -> str:
+        """The result as text for a terminal."""
+        from tracer.evaluation.summary import summary_of
+
+        return summary_of(self)
+
+    def plot(self) -> Figure:
+        """Draw the accuracy of every group in every suite."""
+        from tracer.plots.accuracy import draw_accuracy
+
+        return draw_accuracy(self)
+
+    def save(self, folder: str | os.PathLike[str], *, force: bool = False) -> Path:
+        """Write the result as a folder.
+
+        Args:
+            folder: must not hold a result yet, unless `force`.
+            force: replace the result in it.
+
+        Raises:
+            InputError: the folder is in use, or cannot be written; then nothing is left behind.
+        """
+        target = Path(folder)
+        check_free(target, force=force, files=FILES)
+        return write_folder(target, packed(FILES, self.arrays, self.groups, self.probes, self.run))
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str]) -> "EvalResult":
+        """Read a saved result.
+
+        Raises:
+            InputError: there is none, it is damaged, or a later version wrote it.
+        """
+        types = {"suite": str, "group": str}
+        arrays, groups, probes, run = unpacked(Path(folder), FILES, SCHEMA, "eval", types, pd.DataFrame)
+        return cls(run, probes, groups, arrays)
