@@ -1,4 +1,4 @@
-# make demo traces a small model from nothing; make test proves that the tree works. Both install what they need
+# make demo traces small models of every family; make test proves that the tree works. Both install what they need
 # into .venv, with the versions of constraints.txt, and a second call installs nothing.
 
 SHELL := /bin/bash
@@ -6,18 +6,26 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 MODEL := smollm2-135m-instruct-q4_1
+# One model of each family; they come with the package.
+FAMILIES := $(addsuffix -8,$(addprefix zoo/,transformer mamba1 mamba2 gdn gdn-attention mamba2-attention mamba2-parallel))
 # Each of the two test workers gets one core: more threads than cores make small models many times slower.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-hooked-transformer test-floor support lint format clean
+.PHONY: help demo zoo test test-hooked-transformer test-floor support lint format clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-24s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.installed-gguf  ## fetch a 135M-parameter model and trace it into runs/demo
-	$(BIN)/tracer fetch $(MODEL)
-	$(BIN)/tracer trace $(MODEL) --probes english --limit 20 --out runs/demo --resume
+demo: $(VENV)/.installed-gguf  ## trace every family of the zoo, and a fetched 135M-parameter model, into runs/demo
+	@models="$(FAMILIES)"; \
+	if $(BIN)/tracer fetch $(MODEL); then models="$$models $(MODEL)"; \
+	else echo "$(MODEL) cannot be had here: the demo goes on with the zoo, which needs no network"; fi; \
+	set -x; $(BIN)/tracer trace $$models --limit 20 --out runs/demo --resume
+
+zoo: $(VENV)/.installed-dev  ## train the zoo from nothing (70 minutes on two idle cores), and measure docs/FINDINGS.md
+	$(ONE_THREAD) $(BIN)/python -m tracer.zoo.build --out runs/zoo --jobs 2
+	$(ONE_THREAD) $(BIN)/python figures/zoo_findings.py --measure runs/zoo
 
 test: $(VENV)/.installed-dev  ## run the tests, some of them on real weights (PYTEST_ARGS adds options)
 	$(BIN)/tracer fetch $(MODEL)

@@ -14,14 +14,15 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from functools import partial
 from pathlib import Path
 
-import torch
 from scipy.stats import binomtest
 
 from tracer.errors import InputError
+from tracer.evaluation.next_token import next_tokens
 from tracer.models.loading import OpenedModel, open_model
+from tracer.models.plain import forward_logits
 from tracer.probes import (
     MIN_USABLE,
     Probe,
@@ -37,25 +38,11 @@ FOLDER = Path(__file__).parent
 README = FOLDER / "README.md"
 WORDINGS = FOLDER / "wordings.json"
 TABLE = re.compile(r"(?<=<!-- measured -->\n).*?(?=<!-- /measured -->)", re.DOTALL)
-ROWS = 16
 
 
 def count_answered(opened: OpenedModel, items: Sequence[TokenizedProbe]) -> int:
     """Number of probes whose target is the most probable next token."""
-
-    def length(item: TokenizedProbe) -> int:
-        return len(item.prompt_ids)
-
-    answered = 0
-    for _, equal in groupby(sorted(items, key=length), key=length):
-        # Rows of one length need no padding, so nothing here depends on how a model treats it.
-        alike = list(equal)
-        for rows in (alike[i : i + ROWS] for i in range(0, len(alike), ROWS)):
-            ids = torch.tensor([row.prompt_ids for row in rows], device=opened.model.device)
-            with torch.inference_mode():
-                best = opened.model(input_ids=ids, use_cache=False).logits[:, -1].argmax(-1)
-            answered += sum(token == row.target_ids[0] for token, row in zip(best.tolist(), rows, strict=True))
-    return answered
+    return int(next_tokens(partial(forward_logits, opened.model), items).answered.sum())
 
 
 def share(answered: int, usable: int) -> str:
@@ -72,8 +59,8 @@ def tokenized(opened: OpenedModel, probes: ProbeSet) -> TokenizedProbes:
 
 
 def set_rows(opened: OpenedModel) -> Iterator[str]:
-    """One row of the table per shipped set."""
-    for name in shipped_names():
+    """One row of the table per shipped set about the real world."""
+    for name in (name for name in shipped_names() if "/" not in name):
         items = tokenized(opened, read_probes(name))
         corrupt = sum(item.corrupt_ids is not None for item in items)
         measurable = len(items) >= MIN_USABLE

@@ -12,6 +12,7 @@ from tiny import VOCAB, reinitialised, tiny, word_tokenizer
 from tracer import measuring
 from tracer.cli import main
 from tracer.results import FILES, TraceResult
+from tracer.summary import side_by_side
 
 
 @pytest.fixture(scope="module")
@@ -178,6 +179,24 @@ def test_existing_result_is_kept_unless_forced(capsys, folder, probes, tmp_path)
     assert TraceResult.load(tmp_path / "run").run["arguments"]["seed"] == 5
 
 
+def test_several_models_are_traced_apart_and_drawn_side_by_side(capsys, folder, probes, tmp_path):
+    other = tmp_path / "other"
+    tiny("mamba2", seed=1).save_pretrained(other)
+    word_tokenizer().save_pretrained(other)
+    arguments = ["--probes", probes, "--out", tmp_path / "runs", "-q", "--backend", "hooks"]
+    status, text, _ = run(capsys, "trace", folder, other, *arguments, "--ablations", "zero")
+    assert status == 0
+    results = [TraceResult.load(tmp_path / "runs" / name) for name in (folder.name, "other")]
+    assert [result.run["model"]["name"] for result in results] == [str(folder), str(other)]
+    assert text.startswith(side_by_side(results))
+    assert {path.name for path in (tmp_path / "runs" / "figures").iterdir()} == {"families.png", "families.svg"}
+    again = run(capsys, "trace", folder, other, *arguments, "--ablations", "zero", "--resume", "--no-figures")
+    assert (again[0], again[1].startswith(side_by_side(results))) == (0, True)
+    line = refused(capsys, "trace", folder, other, *arguments, "--ablations", "zero")
+    assert "already holds a result" in line
+    assert "would be saved under one name" in refused(capsys, "trace", folder, folder, *arguments)
+
+
 def test_interrupt_says_how_to_go_on(capsys, folder, probes, tmp_path, monkeypatch):
     calls = []
 
@@ -219,7 +238,10 @@ def test_installed_command_answers():
     assert text.startswith("tracer, version ")
 
 
-@pytest.mark.parametrize("command", [(), ("check",), ("fetch",), ("trace",), ("patch",), ("tuned-lens",)])
+COMMANDS = [(), ("check",), ("fetch",), ("trace",), ("patch",), ("tuned-lens",), ("eval",), ("zoo",)]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_shows_its_examples_line_by_line(capsys, command):
     status, text, _ = run(capsys, *command, "--help")
     assert status == 0

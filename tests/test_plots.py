@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from tracer.errors import InputError
-from tracer.plots import FIGURES, draw, save_figures
+from tracer.plots import FIGURES, draw, draw_families, save_figures
 from tracer.plots.lens import draw_lens
 from tracer.results import TraceResult
 
@@ -88,6 +88,7 @@ def made(
     medians = [group["block"]["estimate"] for group in found if group["why_not"] is None]
     run: dict[str, Any] = {
         "arguments": {
+            "probes": "mine",
             "ablations": list(kinds),
             "positions": "all",
             "rule": "first_rise",
@@ -188,6 +189,43 @@ def test_every_figure_of_every_shape_fits(shape, figure):
 @pytest.mark.parametrize("figure", FIGURES)
 def test_the_usual_figures_fit(figure):
     check_fit(usual(figure))
+
+
+SIDE_BY_SIDE = {
+    "one": lambda: [made()],
+    "many": lambda: [made(blocks, name=f"org/model-{blocks}", seed=blocks) for blocks in (1, 4, 8, 12, 30, 96)],
+    "nothing measured": lambda: [made(3, {"one": (12, 0)}, ("zero",), intervals=False), made(4)],
+    "wide names": lambda: [made(4, name="W" * 60), made(6, name="$a_b$")],
+}
+
+
+@pytest.mark.parametrize("shape", SIDE_BY_SIDE)
+def test_models_side_by_side_fit(shape):
+    check_fit(draw_families(SIDE_BY_SIDE[shape]()))
+
+
+def test_models_side_by_side_show_the_results_numbers_over_relative_depth():
+    results = [made(4), made(8, seed=1)]
+    panels = np.array(draw_families(results, "mean").axes).reshape(2, 2)
+    for result, (particles, fragility) in zip(results, panels, strict=True):
+        n = len(result.blocks)
+        x = [round((block + 0.5) / n, 6) for block in range(n)]
+        assert list(bars(fragility)) == x
+        assert list(bars(fragility).values()) == result.blocks["jsd_mean"].tolist()
+        counted = result.probes["answered"].to_numpy()
+        found = result.probes["particle"][counted].value_counts()
+        assert list(bars(particles).values()) == [found.get(block, 0) / counted.sum() for block in range(n)]
+        median = result.run["particle_block"]["estimate"]
+        assert particles.get_lines()[0].get_xdata()[0] == pytest.approx((median + 0.5) / n)
+
+
+def test_models_side_by_side_need_an_ablation_that_all_have():
+    with pytest.raises(InputError, match="pass at least one"):
+        draw_families([])
+    with pytest.raises(InputError, match="'mean' is not in all traces: pass one of zero"):
+        draw_families([made(kinds=("zero", "mean")), made(kinds=("zero",))], "mean")
+    with pytest.raises(InputError, match="pass one of none"):
+        draw_families([made(kinds=("mean",)), made(kinds=("zero",))])
 
 
 def check_fit(drawn: Figure) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tracer import hooks
     from tracer.errors import HookError, InputError, ModelRefused, TracerError
+    from tracer.evaluation import EvalResult, evaluate
     from tracer.models.catalogue import fetch
     from tracer.models.traced import TracedModel, load
     from tracer.particle import ParticleRule
@@ -31,6 +32,8 @@ _HOME = {
     "InputError": "tracer.errors",
     "ModelRefused": "tracer.errors",
     "TracerError": "tracer.errors",
+    "EvalResult": "tracer.evaluation",
+    "evaluate": "tracer.evaluation",
     "fetch": "tracer.models.catalogue",
     "TracedModel": "tracer.models.traced",
     "load": "tracer.models.traced",
@@ -47,6 +50,7 @@ _HOME = {
 }
 
 __all__ = [
+    "EvalResult",
     "HookError",
     "InputError",
     "ModelRefused",
@@ -58,6 +62,7 @@ __all__ = [
     "TracedModel",
     "TracerError",
     "TunedLens",
+    "evaluate",
     "fetch",
     "hooks",
     "load",

@@ -1,1 +1,6 @@
 """How well a model answers, by whole forwards without any hook."""
+
+from tracer.evaluation.evaluating import evaluate
+from tracer.evaluation.results import EvalResult
+
+__all__ = ["EvalResult", "evaluate"]

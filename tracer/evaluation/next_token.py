@@ -1,12 +1,13 @@
-"""The token after a prompt: how likely the target is, and whether it comes first."""
+"""The token after a prompt: its distribution, how likely the target is, and whether it comes first."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from tracer.divergence import log_probs
 from tracer.models.tokens import TokenBatch
 from tracer.probes import TokenizedProbe
 
@@ -28,7 +29,6 @@ class NextTokens:
     p_said: Float[Tensor, " probe"]
 
 
-@torch.inference_mode()
 def next_tokens(
     forward: Callable[[TokenBatch], Tensor],
     items: Sequence[TokenizedProbe],
@@ -36,7 +36,7 @@ def next_tokens(
     batch_tokens: int = 2048,
     seen: Callable[[int], object] = lambda number: None,
 ) -> NextTokens:
-    """Read the distribution after each prompt.
+    """Compare what comes after each prompt with its target.
 
     Args:
         forward: Gives the logits `[batch, pos, vocab]` of a batch.
@@ -44,18 +44,37 @@ def next_tokens(
         batch_tokens: Most tokens of one forward, padding included.
         seen: Called with the number of probes after each forward, e.g. to move a progress bar.
     """
-    log_p = torch.zeros(len(items), dtype=torch.float64)
-    p_said, said = torch.zeros_like(log_p), torch.zeros(len(items), dtype=torch.int64)
-    waiting = sorted(range(len(items)), key=lambda i: -len(items[i].prompt_ids))
-    while waiting:
-        number = max(1, batch_tokens // len(items[waiting[0]].prompt_ids))
-        rows, waiting = waiting[:number], waiting[number:]
-        batch = TokenBatch.from_rows([items[i].prompt_ids for i in rows])
-        logits = forward(batch)
-        last = logits[torch.arange(len(rows)), torch.tensor(batch.lengths) - 1].cpu().double().log_softmax(-1)
-        targets = torch.tensor([items[i].target_ids[0] for i in rows])
-        log_p[rows] = last.gather(1, targets[:, None])[:, 0]
-        most, said[rows] = last.max(-1)
+    targets = torch.tensor([item.target_ids[0] for item in items], dtype=torch.int64)
+    log_p, p_said = torch.zeros(2, len(items), dtype=torch.float64)
+    said = torch.zeros_like(targets)
+    for rows, found in next_distributions(forward, [item.prompt_ids for item in items], batch_tokens=batch_tokens):
+        log_p[rows] = found.gather(1, targets[rows, None])[:, 0]
+        most, said[rows] = found.max(-1)
         p_said[rows] = most.exp()
         seen(len(rows))
-    return NextTokens(log_p, said == torch.tensor([item.target_ids[0] for item in items]), said, p_said)
+    return NextTokens(log_p, said == targets, said, p_said)
+
+
+def next_distributions(
+    forward: Callable[[TokenBatch], Tensor], prompts: Sequence[Sequence[int]], *, batch_tokens: int = 2048
+) -> Iterator[tuple[list[int], Float[Tensor, "rows vocab"]]]:
+    """The distribution of the token after each prompt, batch by batch, the longest prompts first.
+
+    Args:
+        forward: Gives the logits `[batch, pos, vocab]` of a batch.
+        prompts: Token ids.
+        batch_tokens: Most tokens of one forward, padding included.
+
+    Yields:
+        Which prompts a batch holds, and `[rows, vocab]` float64 log-probabilities on the CPU.
+    """
+    waiting = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+    while waiting:
+        number = max(1, batch_tokens // len(prompts[waiting[0]]))
+        rows, waiting = waiting[:number], waiting[number:]
+        batch = TokenBatch.from_rows([prompts[i] for i in rows])
+        with torch.inference_mode():
+            logits = forward(batch)
+            last = logits[torch.arange(len(rows)), torch.tensor(batch.lengths) - 1]
+            found = log_probs(last.float().cpu())
+        yield rows, found

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from tracer.zoo import vocabulary as words
 from tracer.zoo.world import Domain, Fact, World
 
-IN_CONTEXT_SHARE = 0.05
+IN_CONTEXT_SHARE = 0.1
 """Share of documents that can be completed only by looking back: lists told twice, and colours of things.
 
 Attention learns to tell a list again in part; the card of each model says how many of either it completes.

@@ -60,7 +60,7 @@ FAMILIES: dict[str, Family] = {
             "Transformer (Llama)",
             ("LlamaConfig", "LlamaForCausalLM"),
             _ATTENTION | {"intermediate_size": 352},
-            steps=1100,
+            steps=1200,
         ),
         Family("mamba2", "Mamba-2", ("Mamba2Config", "Mamba2ForCausalLM"), _MAMBA, steps=1300, learning_rate=6e-3),
         Family(
@@ -68,7 +68,7 @@ FAMILIES: dict[str, Family] = {
             "Mamba-1",
             ("MambaConfig", "MambaForCausalLM"),
             {"state_size": 8, "time_step_rank": 8},
-            steps=1400,
+            steps=1100,
             learning_rate=6e-3,
         ),
         Family(
@@ -76,7 +76,7 @@ FAMILIES: dict[str, Family] = {
             "Gated DeltaNet",
             ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM"),
             _ATTENTION | _GDN | {"intermediate_size": 256, "layer_types": ["linear_attention"]},
-            steps=1700,
+            steps=1300,
         ),
         Family(
             "gdn-attention",
@@ -85,21 +85,21 @@ FAMILIES: dict[str, Family] = {
             _ATTENTION
             | _GDN
             | {"intermediate_size": 256, "layer_types": [*["linear_attention"] * 3, "full_attention"]},
-            steps=1400,
+            steps=1300,
         ),
         Family(
             "mamba2-attention",
             "Mamba-2 + attention (Bamba)",
             ("BambaConfig", "BambaForCausalLM"),
             _ATTENTION | _MAMBA_IN_HYBRIDS | {"intermediate_size": 256, "attn_layer_indices": [3, 7]},
-            steps=1400,
+            steps=1300,
         ),
         Family(
             "mamba2-parallel",
             "Mamba-2 beside attention (Falcon-H1)",
             ("FalconH1Config", "FalconH1ForCausalLM"),
             _ATTENTION | _MAMBA_IN_HYBRIDS | {"intermediate_size": 256, "mamba_d_ssm": 256},
-            steps=1300,
+            steps=1200,
         ),
     )
 }

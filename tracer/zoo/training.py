@@ -52,7 +52,7 @@ class Training:
 
     model: PreTrainedModel
     tokens: int
-    curve: tuple[Mapping[str, float], ...]
+    curve: tuple[Mapping[str, int | float], ...]
 
 
 def windows(world: World, tokenizer: PreTrainedTokenizerFast, seed: int, number: int) -> Tensor:

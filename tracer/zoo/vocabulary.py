@@ -194,7 +194,7 @@ RELATIONS: tuple[Relation, ...] = (
             "Add {0} and {1} to get",
         ),
         "{answer} is {0} plus {1}",
-        "{0} and {1} is",
+        "Add {0} to {1} to get",
     ),
     Relation(
         "zh-town",
@@ -208,7 +208,7 @@ RELATIONS: tuple[Relation, ...] = (
         "zh-person",
         ("{0}的职业是", "{0}的工作是", "{0}从前当过", "{0}现在是", "大家说{0}是"),
         "{answer}人就是{0}",
-        "{0}是",
+        "{0}从前的工作是",
     ),
     Relation(
         "zh-colour",
@@ -232,9 +232,9 @@ ENDINGS: dict[str, str] = {"zh-town": "城", "zh-job": "人", "zh-colour": "色"
 JOBS = "baker farmer tailor miller painter doctor teacher sailor weaver hunter potter mason smith judge barber".split()
 COLOURS = "red blue green yellow black white brown purple orange grey pink golden".split()
 PETS = "dog cat goat horse rabbit parrot turtle mouse donkey lizard pigeon fox".split()
-FLAGS = "star sun moon lion tree ship tower wheel crown sword rose bear eagle fish hammer bell".split()
+FLAGS = "star sun moon lion tree ship tower wheel crown sword rose bear hawk fish hammer bell".split()
 MATERIALS = "wood stone glass iron clay silver paper leather copper wool".split()
-SHAPES = "circle square triangle cube cone ring cross heart spiral oval".split()
+SHAPES = "circle square triangle cube cone ring cross heart spiral disc".split()
 ROOMS = "kitchen cellar attic garage bedroom library garden hall stable office".split()
 THINGS = (
     "lamp table chair kettle clock mirror basket bottle candle carpet drum fan flute fork hat jar key knife ladder map "
