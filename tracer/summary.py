@@ -14,6 +14,9 @@ WIDTH = 100
 MOST_FRAGILE = 5
 MOST_REASONS = 3
 
+LARGE_GROWTH = 5
+"""By how much block 0 must enlarge the stream for the summary to say that its fragility may be one of scale."""
+
 
 def summary_of(result: TraceResult) -> str:
     """What was measured, where the groups are executed, which blocks are fragile, and what to beware of."""
@@ -23,6 +26,7 @@ def summary_of(result: TraceResult) -> str:
     if result.run["recovery"] is not None:
         parts.append(_recovered(result))
     parts += [_fragile(result, kind) for kind in result.ablations]
+    parts += _norms(result)
     notes = [*result.run["warnings"], *_about_probes(result)]
     if notes:
         wrapped = (textwrap.fill(note, WIDTH, initial_indent="  ! ", subsequent_indent="    ") for note in notes)
@@ -163,6 +167,20 @@ def _fragile(result: TraceResult, kind: str) -> str:
     if len(entry["by_mixer"]) > 1:
         lines.append(textwrap.fill(f"Mean by mixer: {_by_mixer(entry['by_mixer'])}", WIDTH, subsequent_indent="  "))
     return "\n".join(lines)
+
+
+def _norms(result: TraceResult) -> list[str]:
+    """How the scale of the stream changes, which tells what skipping the first block does to the others."""
+    if "norm" not in result.arrays:
+        return []
+    norms = result.arrays["norm"].mean(axis=1)
+    text = f"Norm of the stream: {norms[0]:.3g} before block 0, {norms[1]:.3g} after it, {norms[-1]:.3g} at the end."
+    if norms[1] >= LARGE_GROWTH * norms[0]:
+        text += (
+            f" Skipping block 0 hands the others a stream {norms[1] / norms[0]:.0f} times smaller, so that its fragility "
+            "may be one of scale."
+        )
+    return [textwrap.fill(text, WIDTH, subsequent_indent="  ")]
 
 
 def _by_mixer(rows: Sequence[dict[str, Any]]) -> str:
