@@ -177,8 +177,8 @@ def _norms(result: TraceResult) -> list[str]:
     text = f"Norm of the stream: {norms[0]:.3g} before block 0, {norms[1]:.3g} after it, {norms[-1]:.3g} at the end."
     if norms[1] >= LARGE_GROWTH * norms[0]:
         text += (
-            f" Skipping block 0 hands the others a stream {norms[1] / norms[0]:.0f} times smaller, so that its fragility "
-            "may be one of scale."
+            f" Skipping block 0 hands the others a stream {norms[1] / norms[0]:.0f} times smaller, so that its "
+            "fragility may be one of scale."
         )
     return [textwrap.fill(text, WIDTH, subsequent_indent="  ")]
 
