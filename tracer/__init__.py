@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tracer import hooks
     from tracer.errors import HookError, InputError, ModelRefused, TracerError
     from tracer.evaluation import EvalResult, evaluate
+    from tracer.freezing.plan import FreezePlan, plan
     from tracer.models.catalogue import fetch
     from tracer.models.traced import TracedModel, load
     from tracer.particle import ParticleRule
@@ -34,6 +35,8 @@ _HOME = {
     "TracerError": "tracer.errors",
     "EvalResult": "tracer.evaluation",
     "evaluate": "tracer.evaluation",
+    "FreezePlan": "tracer.freezing.plan",
+    "plan": "tracer.freezing.plan",
     "fetch": "tracer.models.catalogue",
     "TracedModel": "tracer.models.traced",
     "load": "tracer.models.traced",
@@ -51,6 +54,7 @@ _HOME = {
 
 __all__ = [
     "EvalResult",
+    "FreezePlan",
     "HookError",
     "InputError",
     "ModelRefused",
@@ -67,6 +71,7 @@ __all__ = [
     "hooks",
     "load",
     "patch",
+    "plan",
     "read_probes",
     "trace",
     "train_tuned_lens",

@@ -369,6 +369,50 @@ def zoo(name: str | None) -> None:
     click.echo(listing() if name is None else str(read_card(name)))
 
 
+@cli.command()
+@click.argument("run")
+@click.option(
+    "--rule",
+    default="particle",
+    show_default=True,
+    help="particle, fragile:K, robust:K, update-stable:K, shallow:K, deep:K, middle:K, random:K:SEED, full, or the "
+    "blocks to train as 0-3,7.",
+)
+@click.option("--ablation", help="For fragile and robust, which one of the trace counts (default: its first one).")
+@click.option("--embeddings", default="train", show_default=True, help="train or freeze what runs before the blocks.")
+@click.option("--norm", default="train", show_default=True, help="train or freeze the final norm.")
+@click.option("--head", default="train", show_default=True, help="train or freeze the unembedding.")
+@click.option("--allow-degenerate", is_flag=True, help="Accept a plan that freezes nearly nothing or everything.")
+@click.option("--out", help="File for the plan, .json (default: it is only printed).")
+@click.option("--figure", help="File for a figure of the plan, e.g. plan.png.")
+@click.option("--export", type=click.Choice(["axolotl", "peft"]), help="Print the plan in the words of another tool.")
+@click.option("--force", is_flag=True, help="Replace the file in --out.")
+def plan(run: str, figure: str | None, export: str | None, **options: Any) -> None:
+    """Turn the trace in RUN into a freeze plan: which blocks are trained, and which stay as they are.
+
+    fragile, shallow, deep, middle and random name the blocks that are trained; robust and update-stable those that
+    are frozen; particle freezes the median task particle's block and everything after it.
+
+    \b
+    Examples:
+      tracer plan runs/gdn --out plan.json
+      tracer plan runs/gdn --rule fragile:3 --embeddings freeze --out plan.json
+      tracer plan runs/gdn --rule shallow:4 --export axolotl
+    """
+    import yaml
+
+    from tracer.freezing.plan import plan as make_plan
+
+    made = make_plan(run, **options)
+    if export is None:
+        click.echo(made.summary())
+    else:
+        fields = {"unfrozen_parameters": made.axolotl()} if export == "axolotl" else made.peft()
+        click.echo(yaml.safe_dump(fields, sort_keys=False).rstrip())
+    if figure is not None:
+        made.plot().savefig(figure, dpi=200)
+
+
 _LOAD_OPTIONS = ("dtype", "device", "device_map", "revision", "trust_remote_code", "backend", "blocks")
 
 

@@ -180,12 +180,12 @@ def packed(
     run: Mapping[str, Any],
 ) -> dict[str, bytes]:
     """Contents of the files of a result, in the order in which they are named: arrays, table, probes and run."""
-    lines = (json.dumps(_nulls(row), ensure_ascii=False) + "\n" for row in probes.to_dict("records"))
+    lines = (json.dumps(plain_data(row), ensure_ascii=False) + "\n" for row in probes.to_dict("records"))
     contents = (
         save({key: np.ascontiguousarray(array) for key, array in arrays.items()}),
         table.to_csv(index=False, lineterminator="\n").encode(),
         "".join(lines).encode(),
-        (json.dumps(_nulls(run), ensure_ascii=False, indent=1) + "\n").encode(),
+        (json.dumps(plain_data(run), ensure_ascii=False, indent=1) + "\n").encode(),
     )
     return dict(zip(files, contents, strict=True))
 
@@ -263,12 +263,12 @@ def write_folder(folder: Path, contents: Mapping[str, bytes]) -> Path:
     return folder
 
 
-def _nulls(value: Any) -> Any:
+def plain_data(value: Any) -> Any:
     """Plain JSON data: numpy scalars as Python's, and null for every missing value."""
     if isinstance(value, Mapping):
-        return {key: _nulls(item) for key, item in value.items()}
+        return {key: plain_data(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_nulls(item) for item in value]
+        return [plain_data(item) for item in value]
     if value is pd.NA:
         return None
     if isinstance(value, np.generic):

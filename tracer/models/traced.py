@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from tracer.models.cache import one_line
 from tracer.models.checkpoint import transformers_output
 from tracer.models.fingerprint import weights_digest
 from tracer.models.loading import OpenedModel, open_model, read_dtype, refuse_options_of_live_models, text_config
+from tracer.models.parts import Parts, parts_of
 from tracer.models.plain import Adapter, evaluating, forward_logits
 from tracer.models.selfcheck import Engine, SelfCheck, open_plain, token_count
 from tracer.models.tokens import TokenBatch
@@ -43,12 +44,14 @@ class TracedModel:
         adapter: runs the model block by block.
         self_check: the checks that it passed and the engine that they allow.
         backend: how its streams are reached.
+        before_bridge: the parts of the Hugging Face model around which a bridge was booted.
     """
 
     opened: OpenedModel
     adapter: Adapter
     self_check: SelfCheck
     backend: str
+    before_bridge: Parts | None = None
 
     @property
     def model(self) -> Any:
@@ -166,7 +169,21 @@ class TracedModel:
             "notes": list(self.opened.notes),
             "anatomy": self.anatomy.as_dict(),
             "self_check": self.self_check.as_dict(),
+            "parts": None if self.parts is None else self.parts.as_dict(),
         }
+
+    @cached_property
+    def parts(self) -> Parts | None:
+        """Which parameters belong to which block, to the embeddings, the final norm and the head.
+
+        Asking for it the first time runs the model on its probe. None where blocks have no parameters of their own,
+        and for a model of TransformerLens, whose parameters have other names than those of the model that is trained.
+        """
+        if self.backend == TRANSFORMER_LENS:
+            return self.before_bridge
+        with suppress(InputError):
+            return parts_of(self.model, self.adapter)
+        return None
 
     def __str__(self) -> str:
         notes = "".join(f"\nnote           {note}" for note in self.opened.notes)
@@ -319,12 +336,13 @@ def _booted(opened: OpenedModel, all_checks: bool) -> tuple[TracedModel, Engine 
     """The model with a bridge booted around it, and the engine that it allows without one, if it can be traced so."""
     eager = getattr(opened.model.config, "_attn_implementation", "eager") == "eager"
     note = "booted as TransformerBridge" + ("" if eager else ": attention runs in its eager form")
-    anatomy = engine = None
+    anatomy = engine = parts = None
     with suppress(ModelRefused):  # perhaps the bridge has what the model itself lacks
         plain, check = open_plain(opened.model)
-        anatomy, engine = plain.anatomy, check.engine
+        anatomy, engine, parts = plain.anatomy, check.engine, parts_of(opened.model, plain)
     bridge = booted_bridge(opened.model, opened.name)
-    return _by_transformer_lens(opened, bridge, all_checks, note, anatomy), engine
+    bridged = _by_transformer_lens(opened, bridge, all_checks, note, anatomy)
+    return replace(bridged, before_bridge=parts), engine
 
 
 def _by_hooks(opened: OpenedModel, blocks: Sequence[str] | None, all_checks: bool, reason: str | None) -> TracedModel:
