@@ -18,10 +18,11 @@ help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-24s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed-gguf  ## trace every family of the zoo, and a fetched 135M-parameter model, into runs/demo
-	@models="$(FAMILIES)"; \
-	if $(BIN)/tracer fetch $(MODEL); then models="$$models $(MODEL)"; \
-	else echo "$(MODEL) cannot be had here: the demo goes on with the zoo, which needs no network"; fi; \
-	set -x; $(BIN)/tracer trace $$models --limit 20 --out runs/demo --resume
+	$(BIN)/tracer trace $(FAMILIES) --limit 20 --out runs/demo --resume
+	@$(BIN)/tracer fetch $(MODEL); status=$$?; \
+	if [ $$status -eq 2 ]; then echo "$(MODEL) cannot be had here; the zoo, traced above, needs no network"; exit 0; fi; \
+	[ $$status -eq 0 ] || exit $$status; \
+	set -x; $(BIN)/tracer trace $(FAMILIES) $(MODEL) --limit 20 --out runs/demo --resume
 
 zoo: $(VENV)/.installed-dev  ## train the zoo from nothing (70 minutes on two idle cores), and measure docs/FINDINGS.md
 	$(ONE_THREAD) $(BIN)/python -m tracer.zoo.build --out runs/zoo --jobs 2

@@ -5,7 +5,9 @@
 """
 
 import argparse
+import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,48 +16,59 @@ import pandas as pd
 import torch
 from matplotlib.figure import Figure
 from transformers import AutoTokenizer
-from zoo_page import page
+from zoo_page import one_of_each_family, page
 
 from tracer import TracedModel, hooks, load, trace
 from tracer.divergence import js_divergence
 from tracer.evaluation.next_token import next_distributions
 from tracer.models.plain import forward_logits
 from tracer.plots import write_figures
+from tracer.plots.lens import particle_shares
+from tracer.plots.style import answered
 from tracer.probes import read_probes, tokenize
 from tracer.results import TraceResult
+from tracer.runs import first_of_each_group
 from tracer.statistics import pooled_interval
 from tracer.zoo.families import RUNS, Run, untrained
-from tracer.zoo.shelf import listing
+from tracer.zoo.shelf import CARD, listing
 
 HERE = Path(__file__).parent
 DATA = HERE / "data" / "zoo"
 PAGE, README = HERE.parent / "docs" / "FINDINGS.md", HERE.parent / "README.md"
 BEGIN, END = "<!-- zoo:begin -->\n", "<!-- zoo:end -->"
 PROBES, ABLATIONS, SEED = "zoo/held", ("zero", "mean"), 0
+LIMIT: int | None = None
+"""Most probes of each relation; all of them for what is committed."""
 SIZES = ("transformer-4", "transformer-8", "transformer-12")
 PARTS = 4
 """Equal parts of the depth that are skipped as a whole."""
+TWINS = 3
+"""Networks with random weights that every model is compared with."""
 
 Table = list[dict[str, object]]
 
 
-def measure(trained: Path) -> None:
-    """Trace every model and its twin with random weights, and write the tables."""
+def measure(trained: Path, data: Path) -> None:
+    """Trace every model and its twins with random weights, and write the tables."""
     tables: dict[str, Table] = {"models": [], "halves": [], "blocks": [], "groups": [], "sizes": []}
     skipped: dict[str, np.ndarray] = {}
     for run in RUNS.values():
         folder = trained / run.name
-        model, twin = load(str(folder), backend="hooks", progress=False), _twin(run, folder)
-        result, null = (trace(m, PROBES, ablations=ABLATIONS, seed=SEED, progress=False) for m in (model, twin))
+        model = load(str(folder), dtype="float32", backend="hooks", progress=False)
+        result = _traced(model)
+        nulls = [_traced(_twin(run, folder, seed)) for seed in range(TWINS)]
         found = result.run["particle_block"]
+        card = json.loads((folder / CARD).read_text(encoding="utf-8"))
+        in_context = {name: counts["answered"] / counts["n"] for name, counts in card["accuracy"]["in-context"].items()}
         tables["models"].append(
             _about(run)
             | {"parameters": model.model.num_parameters(), "n": len(result.probes)}
             | {"answered": int(result.probes["answered"].sum())}
             | {"particle": found["estimate"], "particle_low": found["low"], "particle_high": found["high"]}
+            | in_context
         )
-        tables["halves"] += list(_halves(run, result, null))
-        for name, traced in (("trained", result), ("random", null)):
+        tables["halves"] += list(_halves(run, result, nulls))
+        for name, traced in (("trained", result), ("random", nulls[0])):
             tables["blocks"] += list(_blocks(run, name, traced))
         tables["groups"] += [_about(run) | row for row in result.groups.to_dict("records")]
         if run.name in SIZES:
@@ -65,15 +78,20 @@ def measure(trained: Path) -> None:
         print(f"{run.name}: particle block {found['estimate']}", flush=True)
     groups = result.probes["group"].tolist()
     tables["sizes"] = list(_sizes(skipped, groups))
-    DATA.mkdir(parents=True, exist_ok=True)
+    data.mkdir(parents=True, exist_ok=True)
     for name, rows in tables.items():
-        pd.DataFrame(rows).to_csv(DATA / f"{name}.csv", index=False, float_format="%.6g", lineterminator="\n")
+        pd.DataFrame(rows).to_csv(data / f"{name}.csv", index=False, float_format="%.6g", lineterminator="\n")
 
 
-def _twin(run: Run, folder: Path) -> TracedModel:
-    """The same architecture with the random weights that its training began with."""
+def _traced(model: TracedModel) -> TraceResult:
+    return trace(model, PROBES, limit=LIMIT, ablations=ABLATIONS, seed=SEED, progress=False)
+
+
+def _twin(run: Run, folder: Path, seed: int) -> TracedModel:
+    """The same architecture with random weights: with seed 0 those that the training of the run began with."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    return load(untrained(run, len(tokenizer), tokenizer.bos_token_id).eval(), tokenizer)
+    twin = replace(run, seed=run.seed + 1000 * seed)
+    return load(untrained(twin, len(tokenizer), tokenizer.bos_token_id).eval(), tokenizer)
 
 
 def _about(run: Run) -> dict[str, object]:
@@ -83,25 +101,27 @@ def _about(run: Run) -> dict[str, object]:
     }
 
 
-def _halves(run: Run, result: TraceResult, null: TraceResult) -> Iterator[dict[str, object]]:
+def _halves(run: Run, result: TraceResult, nulls: Sequence[TraceResult]) -> Iterator[dict[str, object]]:
     """Mean divergence of the shallow half less that of the deep half, per ablation, with block 0 and without.
 
-    The twin's difference on the same probes is what a random network shows; `excess` is what training added to it.
+    The mean difference of the twins on the same probes is what a random network shows; `excess` is what training added
+    to it, and `twin_least`, `twin_most` say how far single twins differ.
     """
     groups, half = result.probes["group"].tolist(), run.blocks // 2
     for kind in result.ablations:
         for first in (0, 1):
-            both = []
-            for traced in (result, null):
+            halves = []
+            for traced in (result, *nulls):
                 jsd = traced.arrays[f"jsd_{kind}"]
-                both.append((jsd[first:half].mean(axis=0), jsd[half:].mean(axis=0)))
-            (shallow, deep), (twin_shallow, twin_deep) = both
+                halves.append((jsd[first:half].mean(axis=0), jsd[half:].mean(axis=0)))
+            (shallow, deep), *twins = halves
+            random = [one - other for one, other in twins]
             row = _about(run) | {"ablation": kind, "block_0": first == 0}
-            row |= {"shallow": shallow.mean(), "deep": deep.mean()}
-            row |= {"twin_shallow": twin_shallow.mean(), "twin_deep": twin_deep.mean()}
+            row |= {"shallow": shallow.mean(), "deep": deep.mean(), "twin": np.mean(random)}
+            row |= {"twin_least": min(map(np.mean, random)), "twin_most": max(map(np.mean, random))}
             for name, values in (
                 ("difference", shallow - deep),
-                ("excess", shallow - deep - (twin_shallow - twin_deep)),
+                ("excess", shallow - deep - np.mean(random, axis=0)),
             ):
                 row |= _interval(name, values, groups, run.name, kind, first)
             yield row
@@ -109,6 +129,8 @@ def _halves(run: Run, result: TraceResult, null: TraceResult) -> Iterator[dict[s
 
 def _blocks(run: Run, weights: str, result: TraceResult) -> Iterator[dict[str, object]]:
     norms = result.arrays["norm"].mean(axis=1)
+    counted = answered(result)
+    shares = particle_shares(result, counted) if counted.any() else np.zeros(run.blocks)
     for row in result.blocks.to_dict("records"):
         block = row["block"]
         yield (
@@ -117,7 +139,7 @@ def _blocks(run: Run, weights: str, result: TraceResult) -> Iterator[dict[str, o
             | {
                 "norm_before": norms[block],
                 "norm_after": norms[block + 1],
-                "particles": row["particles"],
+                "particles": shares[block],
             }
             | {
                 key: row[key]
@@ -129,7 +151,8 @@ def _blocks(run: Run, weights: str, result: TraceResult) -> Iterator[dict[str, o
 
 def _parts(model: TracedModel) -> np.ndarray:
     """`[probes]` mean divergence when a quarter of the depth is skipped, over the four quarters."""
-    prompts = [item.prompt_ids for item in tokenize(read_probes(PROBES), model.tokenizer).items]
+    items = first_of_each_group(tokenize(read_probes(PROBES), model.tokenizer).items, LIMIT)
+    prompts = [item.prompt_ids for item in items]
     size = model.n_blocks // PARTS
     clean = _distributions(model, prompts)
     total = np.zeros(len(prompts))
@@ -168,17 +191,11 @@ def figures(tables: dict[str, pd.DataFrame]) -> dict[str, "partial[Figure]"]:
     from zoo_plots import draw_claims, draw_norms, draw_profiles
 
     return {
-        "families": partial(draw_profiles, tables, shipped_families(tables["models"])),
+        "families": partial(draw_profiles, tables, one_of_each_family(tables["models"])),
         "profiles": partial(draw_profiles, tables),
         "claims": partial(draw_claims, tables),
         "norms": partial(draw_norms, tables),
     }
-
-
-def shipped_families(models: pd.DataFrame) -> list[str]:
-    """The shipped model of every family, at the depth that all families have."""
-    common = models.groupby("blocks")["family"].nunique().idxmax()
-    return models.loc[models["shipped"] & (models["blocks"] == common), "name"].tolist()
 
 
 def write_listing() -> None:
@@ -193,7 +210,7 @@ if __name__ == "__main__":
     parser.add_argument("--measure", metavar="FOLDER", type=Path, help="folder of the trained models (runs/zoo)")
     arguments = parser.parse_args()
     if arguments.measure is not None:
-        measure(arguments.measure)
+        measure(arguments.measure, DATA)
     found = {path.stem: pd.read_csv(path) for path in sorted(DATA.glob("*.csv"))}
     for path in write_figures(figures(found), HERE / "zoo_findings", force=True):
         print(path)

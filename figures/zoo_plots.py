@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from zoo_page import verdict_on_particles
+from zoo_page import counted, one_of_each_family, verdict_on_difference, verdict_on_particles
 
 from tracer.divergence import MAX_JSD
 from tracer.plots.lens import BARS, INTERVAL, MEDIAN
@@ -51,7 +51,7 @@ def draw_profiles(tables: dict[str, pd.DataFrame], names: Sequence[str] | None =
             trained, twin = (own[own["weights"] == weights] for weights in ("trained", "random"))
             n = model["blocks"]
             x = (np.arange(n) + 0.5) / n
-            left.bar(x, trained["particles"] / model["answered"], width=0.86 / n, **BARS)
+            left.bar(x, trained["particles"], width=0.86 / n, **BARS)
             left.axvline((model["particle"] + 0.5) / n, **MEDIAN)
             left.axvspan(model["particle_low"] / n, (model["particle_high"] + 1) / n, zorder=0, **INTERVAL)
             left.set_ylim(0, 1)
@@ -92,10 +92,9 @@ def draw_profiles(tables: dict[str, pd.DataFrame], names: Sequence[str] | None =
                 f"{len(models)} models of the zoo over relative depth. Left: share of the answered probes whose task "
                 "particle is at each block. Right: mean Jensen-Shannon divergence of the output when a block is "
                 "ablated, 95 % intervals",
-                f"The median particle lies in the deep half beyond its interval in {(verdicts == 'deep').sum()} of "
-                f"{len(models)} models, in the shallow half in {(verdicts == 'shallow').sum()}",
-                f"n = {models['n'].iloc[0]} held probes in 17 relations; plain logit lens, rule first_rise. Each row "
-                "is one trained model",
+                f"Beyond its interval the median particle lies {counted(verdicts)} of {len(models)} models",
+                f"n = {models['n'].iloc[0]} held probes in {tables['groups']['group'].nunique()} relations; plain "
+                "logit lens, rule first_rise. Each row is one trained model",
             ],
         )
     return figure
@@ -128,8 +127,9 @@ def draw_claims(tables: dict[str, pd.DataFrame]) -> Figure:
             loc="outside upper left",
             ncols=4,
         )
-        counts = [
-            (kind, first, *_decided(halves[(halves["ablation"] == kind) & (halves["block_0"] == first)]))
+        families = halves[halves["name"].isin(one_of_each_family(tables["models"]))]
+        verdicts = [
+            f"{kind} {'with' if first else 'without'} block 0: {counted(_verdicts(families, kind, first))}"
             for kind in kinds
             for first in (True, False)
         ]
@@ -138,19 +138,17 @@ def draw_claims(tables: dict[str, pd.DataFrame]) -> Figure:
             [
                 "Difference of the mean divergence between halves of the depth, 95 % intervals over relations and "
                 "probes",
-                *(
-                    f"{kind} {'with' if first else 'without'} block 0: shallow more fragile in {shallow}, deep in "
-                    f"{deep} of {len(names)} models"
-                    for kind, first, shallow, deep in counts
-                ),
-                f"n = {tables['models']['n'].iloc[0]} probes each; single models, three of them with three seeds",
+                f"More fragile half, one model of each of {families['family'].nunique()} families: "
+                + "; ".join(verdicts),
+                f"n = {tables['models']['n'].iloc[0]} probes each; the random twins are means of three initialisations",
             ],
         )
     return figure
 
 
-def _decided(rows: pd.DataFrame) -> tuple[int, int]:
-    return int((rows["difference_low"] > 0).sum()), int((rows["difference_high"] < 0).sum())
+def _verdicts(halves: pd.DataFrame, kind: str, with_first: bool) -> list[str]:
+    rows = halves[(halves["ablation"] == kind) & (halves["block_0"] == with_first)]
+    return [verdict_on_difference(*row) for row in rows[["difference_low", "difference_high"]].to_numpy()]
 
 
 def _draw_differences(axes: Axes, rows: pd.DataFrame) -> None:

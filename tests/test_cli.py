@@ -192,6 +192,9 @@ def test_several_models_are_traced_apart_and_drawn_side_by_side(capsys, folder, 
     assert {path.name for path in (tmp_path / "runs" / "figures").iterdir()} == {"families.png", "families.svg"}
     again = run(capsys, "trace", folder, other, *arguments, "--ablations", "zero", "--resume", "--no-figures")
     assert (again[0], again[1].startswith(side_by_side(results))) == (0, True)
+    more = ["--ablations", "none", "--out", tmp_path / "lens"]
+    assert run(capsys, "trace", folder, other, "--probes", probes, "-q", "--backend", "hooks", *more)[0] == 0
+    assert (tmp_path / "lens" / "figures" / "families.svg").is_file(), "of the particles alone"
     line = refused(capsys, "trace", folder, other, *arguments, "--ablations", "zero")
     assert "already holds a result" in line
     assert "would be saved under one name" in refused(capsys, "trace", folder, folder, *arguments)

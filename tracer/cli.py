@@ -30,7 +30,7 @@ class _Commands(click.Group):
 def _model_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """The options of everything that opens a model; they are `load`'s arguments."""
     options = (
-        click.option("--dtype", help="float32, bfloat16 or float16 (default: as stored)."),
+        click.option("--dtype", help="float32, bfloat16 or float16 (default: as stored; the zoo in float32)."),
         click.option("--device", help="Where to put the model, e.g. cpu or cuda."),
         click.option("--device-map", help="As in transformers, e.g. auto."),
         click.option("--revision", help="Branch, tag or commit on the hub."),
@@ -155,6 +155,7 @@ def trace(models: tuple[str, ...], out: str, no_figures: bool, quiet: bool, **op
       tracer trace gemma3-270m-q4_k_m --probes chinese --groups zh-capitals --out runs/zh
     """
     from tracer.results import PARTIAL, check_free
+    from tracer.zoo.shelf import PREFIX, zoo_folder
 
     options["load_options"] = {key: options.pop(key) for key in _LOAD_OPTIONS}
     folders = {model: Path(out) for model in models}
@@ -164,7 +165,9 @@ def trace(models: tuple[str, ...], out: str, no_figures: bool, quiet: bool, **op
             raise InputError(f"two of {', '.join(models)} would be saved under one name: trace them apart")
     try:
         # What costs nothing is checked before any model is opened.
-        for folder in folders.values():
+        for model, folder in folders.items():
+            if model.startswith(PREFIX):
+                zoo_folder(model)
             check_free(folder, force=options["force"] or options["resume"])
         results = [
             _traced(model, folder, figures=not no_figures, quiet=quiet, **options) for model, folder in folders.items()
@@ -179,6 +182,7 @@ def trace(models: tuple[str, ...], out: str, no_figures: bool, quiet: bool, **op
                 from tracer.plots import draw_families, write_figures
 
                 write_figures({"families": lambda: draw_families(results)}, Path(out) / "figures", force=True)
+                click.echo(f"\nside by side: {Path(out) / 'figures' / 'families.png'}")
     except KeyboardInterrupt:
         kept = any((folder / PARTIAL).exists() or (folder / "run.json").exists() for folder in folders.values())
         said = f"what is finished is kept, go on with: --out {out} --resume" if kept else "nothing is lost"
@@ -199,7 +203,9 @@ def _traced(model: str, folder: Path, *, figures: bool, quiet: bool, **options: 
         progress=not quiet,
         **options,
     )
-    if figures:
+    last = folder / "figures" / "joint.svg"
+    current = last.exists() and last.stat().st_mtime >= (folder / "run.json").stat().st_mtime
+    if figures and not (options["resume"] and current):
         from tracer.plots import save_figures
 
         save_figures(result, folder / "figures", force=True)
@@ -207,8 +213,9 @@ def _traced(model: str, folder: Path, *, figures: bool, quiet: bool, **options: 
 
 
 def folder_name(model: str) -> str:
-    """What the folder of a model is called: the last part of a path, else its name without slashes."""
-    return Path(model).name if Path(model).exists() else model.replace("/", "-")
+    """What the folder of a model is called: of a folder or file its own name, else the model's without slashes."""
+    is_path = model.startswith((".", "/", "~")) or (not model.startswith("zoo/") and Path(model).exists())
+    return Path(model).expanduser().resolve().name if is_path else model.replace("/", "-")
 
 
 @cli.command()
@@ -319,8 +326,11 @@ def tuned_lens(model: str, text: str, out: str, force: bool, quiet: bool, **opti
 @click.argument("model")
 @click.option(
     "--suite",
-    help="Probe sets or files, separated by commas (default: english; for a model of the zoo, what it was trained on).",
+    help="Probe sets or files, separated by commas (default: english; for a model of the zoo zoo/train, zoo/held and "
+    "zoo/new-template).",
 )
+@click.option("--target", default="single", show_default=True, help="Targets of several tokens: single or first.")
+@click.option("--skip-bad", is_flag=True, help="Count unusable probes instead of refusing the set.")
 @click.option("--limit", type=int, help="Only the first N usable probes of each group.")
 @click.option("--seed", default=0, show_default=True, help="Of the bootstrap.")
 @click.option("--batch-tokens", default=2048, show_default=True, help="Most tokens in one forward.")

@@ -21,8 +21,11 @@ from tracer.zoo.shelf import PREFIX
 
 def default_probes(model: object) -> str:
     """The probe set for a model, opened or by name, where none is named; a zoo model is asked about its own world."""
-    name = model.name if isinstance(model, TracedModel) else model
-    return f"{PREFIX}held" if isinstance(name, str) and name.startswith(PREFIX) else "english"
+    if isinstance(model, TracedModel):
+        from_zoo = model.opened.kind == "zoo"
+    else:
+        from_zoo = isinstance(model, str) and model.startswith(PREFIX)
+    return f"{PREFIX}held" if from_zoo else "english"
 
 
 def allowed_engine(model: TracedModel, engine: str | None) -> Engine:

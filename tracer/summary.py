@@ -44,18 +44,19 @@ def side_by_side(results: Sequence[TraceResult]) -> str:
             (
                 result.run["model"]["name"],
                 str(n),
+                str(result.run["arguments"]["probes"]),
                 f"{int(result.probes['answered'].sum())}/{len(result.probes)}",
                 "none"
                 if found["estimate"] is None
                 else f"{found['estimate']:.3g}  {_range(found['low'], found['high'])}",
-                "" if found["estimate"] is None else f"{(found['estimate'] + 0.5) / n:.2f}",
+                "" if found["estimate"] is None else f"{found['estimate'] / max(1, n - 1):.2f}",
                 "" if entry is None else spans(entry["fragile"]),
                 "" if entry is None else spans(entry["fragile_without_first"]),
             )
         )
-    header = ("model", "blocks", "answered", "particle block", "depth", "fragile", "without block 0")
-    title = "Side by side: median particle block over groups, 95 % interval, its centre as a share of the depth"
-    return title + "\n" + _table(header, rows, left=(0, 3, 5, 6))
+    header = ("model", "blocks", "probes", "answered", "particle block", "depth", "fragile", "without block 0")
+    title = "Side by side: median particle block over groups with 95 % interval; depth 0 is block 0, 1 the last block"
+    return title + "\n" + _table(header, rows, left=(0, 2, 4, 6, 7))
 
 
 def _head(result: TraceResult) -> str:

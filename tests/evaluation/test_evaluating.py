@@ -1,17 +1,20 @@
 """Evaluation on probe sets, against distributions that are computed one prompt at a time."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from scipy.stats import binomtest
 from tiny import tiny, word_tokenizer
 
 import tracer
 from tracer.cli import main
 from tracer.errors import InputError
 from tracer.evaluation.results import FILES, EvalResult
+from tracer.probes import shipped_folder
 
 PROBES = [
     tracer.Probe(prompt=" ".join(f"w{(7 * i + j) % 100 + 3}" for j in range(2 + i % 4)), target=f" w{i % 9 + 3}",
@@ -59,8 +62,15 @@ def test_groups_are_the_means_of_their_probes(model, probes):
     assert table.loc["all", "n"] == 36
     assert (table["low"] <= table["accuracy"]).all()
     assert (table["high"] >= table["accuracy"]).all()
-    none = table.loc[table["answered"] == 0, "high"].drop("all", errors="ignore")
-    assert (none > 0.1).all(), "12 probes without an answer do not show that the accuracy is 0"
+
+
+def test_answers_that_agree_make_nothing_certain(model):
+    said = tracer.evaluate(model, [tracer.ProbeSet("mine", tuple(PROBES))], progress=False).probes["said"]
+    right = tuple(replace(probe, target=f" {word}") for probe, word in zip(PROBES, said, strict=True))
+    table = tracer.evaluate(model, [tracer.ProbeSet("right", right)], progress=False).groups.set_index("group")
+    assert (table["accuracy"] == 1).all()
+    assert table.loc["g0", "low"] == pytest.approx(binomtest(12, 12).proportion_ci(method="wilson").low)
+    assert table.loc["all", "low"] == pytest.approx(binomtest(3, 3).proportion_ci(method="wilson").low), "three groups"
 
 
 def test_a_result_comes_back_from_its_folder(model, probes, tmp_path):
@@ -96,11 +106,30 @@ def test_several_suites_stand_apart_and_limit_counts_per_group(model, probes, tm
         ("", "suites are empty"),
         ("en-capitals,en-capitals", "name each suite once"),
         ("zoo/in-contxt", "did you mean zoo/in-context"),
+        ([tracer.ProbeSet("x", (replace(PROBES[0], group="all"),))], "a group is called 'all'"),
+        ([tracer.ProbeSet("x", (replace(PROBES[0], target=" w3 w4"),))], "has 2 tokens"),
     ],
 )
 def test_unusable_suites_are_refused(model, suites, why):
     with pytest.raises(InputError, match=why):
         tracer.evaluate(model, suites, progress=False)
+
+
+def test_unusable_probes_are_counted_or_read_by_their_first_token(model):
+    long = tracer.ProbeSet("mine", (*PROBES, tracer.Probe("w5 w6", " w7 w8", "g0", "long")))
+    left_out = tracer.evaluate(model, [long], skip_bad=True, progress=False)
+    assert len(left_out.probes) == 36
+    assert "1 probes are not usable and were left out, e.g. long" in left_out.summary()
+    assert len(tracer.evaluate(model, [long], target="first", progress=False).probes) == 37
+    with pytest.raises(InputError, match="unknown target 'joint'"):
+        tracer.evaluate(model, [long], target="joint", progress=False)
+
+
+def test_only_the_shipped_sets_are_compared_with_a_card(tmp_path):
+    file = tmp_path / "held.jsonl"
+    file.write_text((shipped_folder() / "zoo" / "held.jsonl").read_text())
+    result = tracer.evaluate("zoo/transformer-4", str(file), limit=None, progress=False)
+    assert "card" not in result.summary()
 
 
 def test_the_command_prints_and_saves(probes, tmp_path, capsys):

@@ -1,6 +1,7 @@
 """The models of the zoo as they are shipped: whole, known, and answering what their cards say."""
 
 import shutil
+import socket
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,7 @@ from tracer.errors import InputError
 from tracer.models.transformer_lens import why_no_bridge
 from tracer.zoo import shelf
 from tracer.zoo.families import RUNS
-from tracer.zoo.questions import SUITES
-from tracer.zoo.shelf import read_card, zoo_folder, zoo_names
+from tracer.zoo.shelf import SUITES, read_card, zoo_folder, zoo_names
 
 NAMES = [f"zoo/{run.name}" for run in RUNS.values() if run.shipped]
 FAMILIES = [f"zoo/{run.name}" for run in RUNS.values() if run.shipped and run.blocks == 8]
@@ -101,6 +101,29 @@ def test_a_missing_file_is_refused(copied, capsys):
     assert stop.value.code == 2
     assert "tracer: zoo/mamba2-8 cannot be opened: its file model.safetensors is missing" in error
     assert not (copied.parent / "run").exists()
+
+
+def test_a_file_that_is_not_listed_is_refused(copied):
+    (copied / "mamba2-8" / "more.txt").write_text("")
+    with pytest.raises(InputError, match="its file more.txt is not in SHA256SUMS"):
+        zoo_folder("zoo/mamba2-8")
+
+
+@pytest.mark.parametrize("change", [lambda text: text.replace("mamba2-8/model", "mamba2-8/other"), lambda _: "short\n"])
+def test_a_damaged_list_is_refused(copied, change):
+    sums = copied / "SHA256SUMS"
+    sums.write_text(change(sums.read_text()))
+    with pytest.raises(InputError, match="is missing|is not in SHA256SUMS|SHA256SUMS cannot be read"):
+        zoo_folder("zoo/mamba2-8")
+
+
+def test_a_model_opens_without_a_network(monkeypatch):
+    def refused(*args, **kwargs):
+        raise OSError("no network")
+
+    monkeypatch.setattr(socket.socket, "connect", refused)
+    monkeypatch.setattr(socket, "getaddrinfo", refused)
+    assert tracer.load("zoo/gdn-attention-8", progress=False).n_blocks == 8
 
 
 def test_an_unknown_name_is_refused_with_the_close_ones():

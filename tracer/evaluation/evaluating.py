@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from scipy.stats import binomtest
 from tqdm import tqdm
 
 from tracer.engine import DEFAULT_BATCH_TOKENS
-from tracer.errors import InputError
+from tracer.errors import InputError, one_of
 from tracer.evaluation.next_token import next_tokens
 from tracer.evaluation.results import ALL, FILES, SCHEMA, EvalResult
 from tracer.models.plain import evaluating
@@ -20,15 +20,16 @@ from tracer.models.traced import TracedModel, load
 from tracer.probes import ProbeSet, read_probes, tokenize
 from tracer.results import check_free
 from tracer.runs import check_fit, default_probes, first_of_each_group, versions
-from tracer.statistics import bootstrap_interval, pooled_interval
-from tracer.zoo.questions import SUITES
-from tracer.zoo.shelf import PREFIX, read_card
+from tracer.statistics import pooled_interval
+from tracer.zoo.shelf import PREFIX, SUITES, read_card
 
 
 def evaluate(
     model: object,
     suites: str | Sequence[str | Path | ProbeSet] | None = None,
     *,
+    target: str = "single",
+    skip_bad: bool = False,
     limit: int | None = None,
     seed: int = 0,
     batch_tokens: int = DEFAULT_BATCH_TOKENS,
@@ -42,8 +43,10 @@ def evaluate(
     Args:
         model: an opened model, or anything that `load` takes.
         suites: shipped sets or collections, JSONL or CSV files, as names separated by commas or as a sequence; each is
-            a suite of its own. Default: `english`, and for a model of the zoo the three sets about what it was
-            trained on.
+            a suite of its own. Default: `english`, and for a model of the zoo `zoo/train`, `zoo/held` and
+            `zoo/new-template`.
+        target: how a target of several tokens is read: refused (`single`), or its `first` token.
+        skip_bad: count unusable probes instead of refusing the set; shipped sets are treated so always.
         limit: only the first so many usable probes of each group.
         seed: of the bootstrap.
         batch_tokens: most tokens in one forward; does not change the result.
@@ -65,6 +68,7 @@ def evaluate(
         >>> result.suites
         ('zoo/train', 'zoo/held', 'zoo/new-template')
     """
+    one_of("target", target, ("single", "first"))
     if out is not None:
         check_free(Path(out), force=force, files=FILES)
     opened = model if isinstance(model, TracedModel) else load(model, progress=progress, **(load_options or {}))
@@ -72,13 +76,17 @@ def evaluate(
         suites = SUITES if opened.opened.kind == "zoo" else [default_probes(opened)]
     if isinstance(suites, str):
         suites = [name.strip() for name in suites.split(",") if name.strip()]
-    sets = [read_probes(suite) for suite in suites]
+    sets = [read_probes(suite, skip_bad=skip_bad) for suite in suites]
     names = [probe_set.name for probe_set in sets]
     if not names or len(set(names)) < len(names):
         raise InputError(f"suites {', '.join(names) or 'are empty'}: name each suite once")
     tokenized = []
     for probe_set in sets:
-        usable = tokenize(probe_set, opened.tokenizer)
+        if ALL in probe_set.groups:
+            raise InputError(f"a group is called {ALL!r}, as the pooled one is: give it another name")
+        usable = tokenize(
+            probe_set, opened.tokenizer, target="first" if target == "first" else "single", skip_bad=skip_bad
+        )
         check_fit(opened, usable.items)
         tokenized.append(replace(usable, items=first_of_each_group(usable.items, limit)))
         if not usable.items:
@@ -96,16 +104,22 @@ def evaluate(
             "target": [item.probe.target for item in items],
             "said": [None if opened.tokenizer is None else opened.tokenizer.decode([token]) for token in found.said],
             "answered": found.answered.numpy(),
+            "log_p": found.log_p.numpy(),
+            "p_said": found.p_said.numpy(),
         }
     )
     arrays = {"log_p": found.log_p.numpy(), "p_said": found.p_said.numpy()}
     run = {
         "schema": SCHEMA,
-        "arguments": {"model": opened.name, "suites": names, "limit": limit, "seed": seed},
+        "arguments": {"model": opened.name, "suites": names, "target": target, "limit": limit, "seed": seed},
         "model": opened.describe(),
         "versions": versions(),
-        "skipped": {name: len(part.skipped) for name, part in zip(names, tokenized, strict=True)},
-        "card": _on_card(opened, names) if limit is None else None,
+        "skipped": {
+            name: [asdict(skip) for skip in (*read.skipped, *part.skipped)]
+            for name, read, part in zip(names, sets, tokenized, strict=True)
+        },
+        "warnings": [asdict(note) for part in tokenized for note in part.warnings],
+        "card": _on_card(opened, [s.name for s in sets if s.shipped]) if limit is None else None,
     }
     result = EvalResult(run, probes, _groups(probes, arrays, seed), arrays)
     if out is not None:
@@ -121,16 +135,9 @@ def _groups(probes: pd.DataFrame, arrays: Mapping[str, np.ndarray], seed: int) -
         for group, index in parts.items():
             answered, log_p = table.loc[index, "answered"].to_numpy(dtype=float), arrays["log_p"][index]
             label = (str(suite), str(group))
-            if group == ALL and len(parts) > 2:
-                of = table["group"].tolist()
-                share = pooled_interval(answered, of, seed=seed, label=("accuracy", *label))
-                mean = pooled_interval(log_p, of, seed=seed, label=("log_p", *label))
-                low, high = share.low, share.high
-            else:
-                # Wilson: sound at 0 and 1, where a bootstrap would claim to be certain.
-                exact = binomtest(int(answered.sum()), len(answered)).proportion_ci(method="wilson")
-                mean = bootstrap_interval(log_p, seed=seed, label=("log_p", *label))
-                low, high = exact.low, exact.high
+            of = table["group"].tolist() if group == ALL and len(parts) > 2 else None
+            mean = pooled_interval(log_p, of, seed=seed, label=("log_p", *label))
+            low, high = _interval_of_share(answered, of, seed, label)
             rows.append(
                 {
                     "suite": suite,
@@ -150,6 +157,21 @@ def _groups(probes: pd.DataFrame, arrays: Mapping[str, np.ndarray], seed: int) -
     return pd.DataFrame(rows).astype(dict.fromkeys(numbers, float))
 
 
+def _interval_of_share(
+    answered: np.ndarray, groups: list[str] | None, seed: int, label: tuple[str, str]
+) -> tuple[float | None, float | None]:
+    """The 95 % interval of a share: of one group by Wilson, of several by resampling groups and then probes.
+
+    Where all answers agree, resampling would claim to be certain; then each group counts as one observation.
+    """
+    if groups is not None and answered.min() < answered.max():
+        found = pooled_interval(answered, groups, seed=seed, label=("accuracy", *label))
+        return found.low, found.high
+    n = len(answered) if groups is None else len(set(groups))
+    interval = binomtest(round(answered.mean() * n), n).proportion_ci(method="wilson")
+    return interval.low, interval.high
+
+
 def _on_card(model: TracedModel, suites: Sequence[str]) -> dict[str, int] | None:
     """How many probes of each suite a model of the zoo answers according to its card; None for other models."""
     if model.opened.kind != "zoo":
@@ -158,5 +180,5 @@ def _on_card(model: TracedModel, suites: Sequence[str]) -> dict[str, int] | None
     return {
         suite: sum(group["answered"] for group in sets[suite.removeprefix(PREFIX)].values())
         for suite in suites
-        if suite.removeprefix(PREFIX) in sets
+        if suite.startswith(PREFIX) and suite.removeprefix(PREFIX) in sets
     }

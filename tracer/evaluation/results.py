@@ -25,9 +25,11 @@ class EvalResult:
     """How one model answers one or several suites of probes.
 
     Attributes:
-        run: arguments, versions, model (fingerprint), counts of unusable probes, warnings; what `run.json` holds.
+        run: arguments, versions, model, unusable probes by suite, warnings about kept ones, and for a model of the zoo
+            what its card says; what `run.json` holds.
         probes: one row per usable probe: `suite`, `id`, `group`, `prompt`, `target`, `said` (the most likely token),
-            `answered` (whether it is the target) and `p_said`, its probability.
+            `answered` (whether it is the target), `log_p` (log-probability of the target, nats) and `p_said`
+            (probability of the most likely token).
         groups: one row per suite and group, and one of each suite as a whole (`all`): `n`, `answered`, `accuracy` with
             its 95 % interval (`low`, `high`), mean log-probability of the target in nats `log_p` (`log_p_low`,
             `log_p_high`), and `p_said`, the mean probability of the most likely token: what the accuracy would be if

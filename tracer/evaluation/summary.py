@@ -1,5 +1,7 @@
 """An evaluation as text for a terminal."""
 
+import textwrap
+
 import numpy as np
 import pandas as pd
 
@@ -30,13 +32,18 @@ def summary_of(result: EvalResult) -> str:
             }
         )
         lines = [suite, shown.to_string(index=False, justify="right")]
-        if result.run["skipped"][suite]:
-            lines.append(f"  ! {result.run['skipped'][suite]} probes are not usable with this tokenizer")
+        skipped = result.run["skipped"][suite]
+        if skipped:
+            first = textwrap.shorten(f"{skipped[0]['where']}: {skipped[0]['reason']}", 90, placeholder=" ...")
+            lines.append(f"  ! {len(skipped)} probes are not usable and were left out, e.g. {first}")
         card = (result.run["card"] or {}).get(suite)
         if card is not None:
             found = int(table.loc[table["group"] == ALL, "answered"].iloc[0])
             lines.append(f"as on its card ({card})" if found == card else f"  ! its card says {card} answered")
         parts.append("\n".join(lines))
+    if result.run["warnings"]:
+        first = textwrap.shorten("{where}: {reason}".format(**result.run["warnings"][0]), 90, placeholder=" ...")
+        parts.append(f"  ! {len(result.run['warnings'])} probes are kept but suspect, e.g. {first}")
     return "\n\n".join(parts)
 
 

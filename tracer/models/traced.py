@@ -222,7 +222,8 @@ def load(
             zoo, which are to open at once, stay with `hooks`.
             A note says which was used and why.
         blocks: names of the modules that are the blocks, for a model in which they are not found; by `hooks` only.
-        dtype: `float32`, `bfloat16`, `float16` or a torch dtype; None keeps what the checkpoint stores.
+        dtype: `float32`, `bfloat16`, `float16` or a torch dtype; None keeps what the checkpoint stores, and is
+            `float32` for a model of the zoo.
         device: e.g. `cpu` or `cuda`.
         device_map: as in transformers, e.g. `auto`; not together with `device`.
         revision: branch, tag or commit on the hub.
@@ -282,7 +283,8 @@ def load(
             del opened
             gc.collect()
             opened = read()
-    return _by_hooks(opened, blocks, all_checks, reason)
+    with transformers_output(progress):  # also silences its remarks on kernels that are not installed
+        return _by_hooks(opened, blocks, all_checks, reason)
 
 
 def _refuse_without_text(model: Any) -> None:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from matplotlib.figure import Figure
 
+from tracer.evaluation.results import ALL
 from tracer.plots.style import BLACK, BLUE, GREEN, ORANGE, VERMILLION, model_name, plain, style, write_caption
 
 if TYPE_CHECKING:  # a result draws itself through this module
@@ -35,7 +36,7 @@ def draw_accuracy(result: "EvalResult") -> Figure:
         axes.grid(visible=False, axis="y")
         axes.set_xlabel("accuracy: the target is the most likely of all tokens")
         figure.legend(loc="outside upper left", ncols=4)
-        counts = result.groups[result.groups["group"] == "all"].set_index("suite")["n"]
+        counts = result.groups[result.groups["group"] == ALL].set_index("suite")["n"]
         write_caption(
             figure,
             [

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 WIDTH = 128
 """d_model of every model."""
-BLOCKS = 8
+BLOCKS, PERIOD = 8, 4
 
 
 @dataclass(frozen=True)
@@ -21,15 +21,14 @@ class Family:
 
     Attributes:
         name: As in `zoo/<name>-<blocks>`.
-        title: What it is called in figures.
         classes: Names of the config's and the model's class in transformers.
-        config: Arguments of the config beside width, vocabulary and number of blocks.
+        config: Arguments of the config beside width, vocabulary and number of blocks. Patterns of layers are those of
+            the first `PERIOD` blocks, which the others repeat.
         steps: Training steps.
         learning_rate: Its peak.
     """
 
     name: str
-    title: str
     classes: tuple[str, str]
     config: dict[str, Any] = field(repr=False)
     steps: int
@@ -57,15 +56,13 @@ FAMILIES: dict[str, Family] = {
     for family in (
         Family(
             "transformer",
-            "Transformer (Llama)",
             ("LlamaConfig", "LlamaForCausalLM"),
             _ATTENTION | {"intermediate_size": 352},
             steps=1200,
         ),
-        Family("mamba2", "Mamba-2", ("Mamba2Config", "Mamba2ForCausalLM"), _MAMBA, steps=1300, learning_rate=6e-3),
+        Family("mamba2", ("Mamba2Config", "Mamba2ForCausalLM"), _MAMBA, steps=1300, learning_rate=6e-3),
         Family(
             "mamba1",
-            "Mamba-1",
             ("MambaConfig", "MambaForCausalLM"),
             {"state_size": 8, "time_step_rank": 8},
             steps=1100,
@@ -73,14 +70,12 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(
             "gdn",
-            "Gated DeltaNet",
             ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM"),
             _ATTENTION | _GDN | {"intermediate_size": 256, "layer_types": ["linear_attention"]},
             steps=1300,
         ),
         Family(
             "gdn-attention",
-            "Gated DeltaNet + attention (Qwen3.5)",
             ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM"),
             _ATTENTION
             | _GDN
@@ -89,14 +84,12 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(
             "mamba2-attention",
-            "Mamba-2 + attention (Bamba)",
             ("BambaConfig", "BambaForCausalLM"),
-            _ATTENTION | _MAMBA_IN_HYBRIDS | {"intermediate_size": 256, "attn_layer_indices": [3, 7]},
+            _ATTENTION | _MAMBA_IN_HYBRIDS | {"intermediate_size": 256, "attn_layer_indices": [3]},
             steps=1300,
         ),
         Family(
             "mamba2-parallel",
-            "Mamba-2 beside attention (Falcon-H1)",
             ("FalconH1Config", "FalconH1ForCausalLM"),
             _ATTENTION | _MAMBA_IN_HYBRIDS | {"intermediate_size": 256, "mamba_d_ssm": 256},
             steps=1200,
@@ -160,6 +153,9 @@ def untrained(run: Run, vocabulary: int, bos: int) -> PreTrainedModel:
     arguments = dict(run.family.config)
     if "layer_types" in arguments:
         arguments["layer_types"] = (arguments["layer_types"] * run.blocks)[: run.blocks]
+    if "attn_layer_indices" in arguments:
+        inside = arguments["attn_layer_indices"]
+        arguments["attn_layer_indices"] = [block for block in range(run.blocks) if block % PERIOD in inside]
     config = getattr(transformers, config_name)(
         vocab_size=vocabulary,
         hidden_size=WIDTH,

@@ -13,9 +13,6 @@ from tracer.probes import Probe
 from tracer.zoo.documents import copied_list, recalled_colour
 from tracer.zoo.world import Fact, World
 
-SUITES = ("zoo/train", "zoo/held", "zoo/new-template")
-"""The sets about what the models of the zoo were trained on."""
-
 PER_RELATION = 40
 """Most probes of one relation in one set."""
 

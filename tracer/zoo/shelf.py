@@ -15,6 +15,9 @@ PREFIX = "zoo/"
 SHELF = Path(__file__).parent / "models"
 """One folder per shipped model, and their checksums."""
 
+SUITES = (f"{PREFIX}train", f"{PREFIX}held", f"{PREFIX}new-template")
+"""The probe sets about what the models were trained on."""
+
 CARD, README, CHECKSUMS = "card.json", "README.md", "SHA256SUMS"
 
 
@@ -76,7 +79,7 @@ class Card:
 
 def seeds(facts: dict[str, Any]) -> str:
     """How much one model says about its family."""
-    number = facts.get("seeds_of_family", 1)
+    number = facts["seeds_of_family"]
     if number == 1:
         return "one model: what it shows need not hold for its family"
     return f"one of {number} seeds of its family that were trained and measured"
@@ -97,14 +100,19 @@ def zoo_folder(name: str) -> Path:
         close = get_close_matches(name, zoo_names(), n=2)
         hint = f"did you mean {' or '.join(close)}?" if close else f"pass one of {', '.join(zoo_names())}"
         raise InputError(f"no model {name!r} in the zoo; {hint}")
-    model = name.removeprefix(PREFIX)
-    for path, expected in _checksums().items():
-        if path.split("/")[0] == model:
-            file = SHELF / path
-            fault = "is missing" if not file.is_file() else "has changed" if file_sha256(file) != expected else None
-            if fault is not None:
-                raise InputError(f"{name} cannot be opened: its file {file.name} {fault}; reinstall layertracer")
-    return SHELF / model
+    folder = SHELF / name.removeprefix(PREFIX)
+    expected = {SHELF / path: digest for path, digest in _checksums().items() if (SHELF / path).is_relative_to(folder)}
+    for file in sorted({*expected, *(path for path in folder.rglob("*") if path.is_file())}):
+        fault = None
+        if not file.is_file():
+            fault = "is missing"
+        elif file not in expected:
+            fault = f"is not in {CHECKSUMS}"
+        elif file_sha256(file) != expected[file]:
+            fault = "has changed"
+        if fault is not None:
+            raise InputError(f"{name} cannot be opened: its file {file.name} {fault}; reinstall layertracer")
+    return folder
 
 
 def read_card(name: str) -> Card:
@@ -145,9 +153,8 @@ def listing() -> str:
     )
 
 
-def write_readme(folder: Path) -> None:
-    """Write the card of a finished model as Markdown beside its data."""
-    facts = json.loads((folder / CARD).read_text(encoding="utf-8"))
+def write_readme(folder: Path, facts: dict[str, Any]) -> None:
+    """Write what a card says as Markdown into the folder of its model."""
     (folder / README).write_text(f"{Card(PREFIX + facts['name'], facts)}\n", encoding="utf-8")
 
 
@@ -166,9 +173,9 @@ def _checksums() -> dict[str, str]:
     """Path below the shelf to SHA-256."""
     try:
         lines = (SHELF / CHECKSUMS).read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        return {}
-    return {path: digest for digest, path in (line.split(maxsplit=1) for line in lines)}
+        return {path: digest for digest, path in (line.split(maxsplit=1) for line in lines)}
+    except (OSError, ValueError) as error:
+        raise InputError(f"the zoo's {CHECKSUMS} cannot be read ({error}): reinstall layertracer") from error
 
 
 def _total(groups: dict[str, dict[str, int]]) -> dict[str, int]:

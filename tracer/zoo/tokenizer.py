@@ -11,7 +11,7 @@ from tracer.zoo.documents import documents
 from tracer.zoo.world import World
 
 VOCABULARY = 1600
-"""Tokens."""
+"""Tokens, at most: fewer where all words of the world are whole before."""
 BOS = "<s>"
 """Begins every document, and every prompt."""
 

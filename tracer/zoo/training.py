@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -46,12 +47,14 @@ class Training:
     Attributes:
         model: On the CPU, in float32, in eval mode.
         tokens: Tokens seen.
+        cpu_seconds: Time of the process, of all of them where it was interrupted.
         curve: One entry per `EVALUATE_EVERY` steps: `step`, mean training `loss` since the last one (nats a token), and
             `held`, the share of held probes answered.
     """
 
     model: PreTrainedModel
     tokens: int
+    cpu_seconds: float
     curve: tuple[Mapping[str, int | float], ...]
 
 
@@ -95,11 +98,12 @@ def train(run: Run, world: World, tokenizer: PreTrainedTokenizerFast, folder: Pa
         report_to="none",
         disable_tqdm=True,
     )
+    spent = _Spent(folder / "cpu_seconds")
     trainer = Trainer(
         model,
         arguments,
         train_dataset=[{"input_ids": window, "labels": window} for window in data],
-        callbacks=[_Held(run.name, world, tokenizer)],
+        callbacks=[_Held(run.name, world, tokenizer), spent],
     )
     trainer.remove_callback(PrinterCallback)
     scan = linear_backward() if run.family.name == "mamba1" else contextlib.nullcontext()
@@ -110,7 +114,25 @@ def train(run: Run, world: World, tokenizer: PreTrainedTokenizerFast, folder: Pa
         for entry in trainer.state.log_history
         if "held" in entry
     )
-    return Training(model.eval(), data.numel(), curve)
+    return Training(model.eval(), data.numel(), spent.seconds, curve)
+
+
+class _Spent(TrainerCallback):
+    """Keeps the time of the process beside the checkpoints, so that an interrupted training knows all of it."""
+
+    def __init__(self, file: Path):
+        self.file = file
+        self.before = float(file.read_text()) if file.is_file() else 0.0
+        self.started = time.process_time()
+
+    @property
+    def seconds(self) -> float:
+        """Time of this process and of those before it, up to their last checkpoints."""
+        return self.before + time.process_time() - self.started
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Called by the Trainer whenever it has written a checkpoint."""
+        self.file.write_text(str(self.seconds))
 
 
 class _Held(TrainerCallback):

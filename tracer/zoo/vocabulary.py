@@ -1,7 +1,7 @@
 """The words and sentences of the invented world: edit them here, then train the zoo anew.
 
-Every name of a person, country or city is made of syllables and belongs to nobody. A template ends with its answer,
-so that what comes before it is a prompt.
+Names of persons, countries and cities are made of syllables at random: a likeness is chance. A template ends with its
+answer, so that what comes before it is a prompt.
 """
 
 from dataclasses import dataclass
