@@ -132,6 +132,10 @@ class FreezePlan:
         counted = {name: size for part in self._trained() for name, size in part["sizes"].items()}
         return {"trained": sum(counted.values()), "total": self.model["parts"]["total"]}
 
+    def trained_names(self) -> frozenset[str]:
+        """Names of the parameters that are trained."""
+        return frozenset(name for part in self._trained() for name in part["sizes"])
+
     def _trained(self) -> list[Mapping[str, Any]]:
         """The parts that are trained, as `Parts.as_dict` gives them."""
         parts = self.model["parts"]
