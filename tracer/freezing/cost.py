@@ -1,9 +1,9 @@
 """What one training step costs under a freeze plan, counted before any is made and without any arithmetic.
 
 A copy of the model without memory (fake tensors) runs one step. PyTorch's counter adds up its floating-point
-operations, and autograd's own hooks tell which activations it keeps. So the count holds for every architecture, and for
-whatever autograd really skips: gradients of frozen weights are not computed, but those of activations still flow through
-frozen blocks down to the lowest parameter that is trained.
+operations, and autograd's own hooks tell which activations it keeps. So the count holds for every architecture, and
+for whatever autograd really skips: gradients of frozen weights are not computed, but those of activations still flow
+through frozen blocks down to the lowest parameter that is trained.
 """
 
 import logging
@@ -18,8 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 from transformers import PreTrainedModel
 
-from tracer.errors import InputError
+from tracer.errors import InputError, one_of
 from tracer.freezing.plan import FreezePlan
+from tracer.models.loading import DTYPES
 
 MOMENTS = 2
 """Numbers that AdamW keeps for each trained one, in the parameter's dtype."""
@@ -96,18 +97,16 @@ class Prices:
 
     def summary(self) -> str:
         """The prices as text for a terminal."""
-        table = self.to_frame()
+        numbers = [(words, name, getattr(self.plan, name), getattr(self.full, name)) for name, words in _WORDS.items()]
         shown = pd.DataFrame(
-            {
-                "": list(_WORDS.values()),
-                "plan": [_spell(name, table.loc[name, "plan"]) for name in _WORDS],
-                "full": [_spell(name, table.loc[name, "full"]) for name in _WORDS],
-                "ratio": [f"{table.loc[name, 'ratio']:.2f}" for name in _WORDS],
-            }
+            [
+                (words, _spell(name, plan), _spell(name, full), f"{plan / full:.2f}")
+                for words, name, plan, full in numbers
+            ],
+            columns=["", "plan", "full", "ratio"],
         )
-        return f"One step of {self.batch} x {self.block_size} tokens in {self.dtype} with AdamW\n" + shown.to_string(
-            index=False
-        )
+        title = f"One step of {self.batch} x {self.block_size} tokens in {self.dtype} with AdamW"
+        return f"{title}\n{shown.to_string(index=False)}"
 
 
 _WORDS = {
@@ -139,9 +138,7 @@ def price(
         InputError: the plan is for another model, or the model cannot be run without values, as with experts that
             are chosen by them.
     """
-    wanted = model.dtype if dtype is None else getattr(torch, dtype, None)
-    if not isinstance(wanted, torch.dtype):
-        raise InputError(f"unknown dtype {dtype!r}: pass float32, bfloat16 or float16")
+    wanted = model.dtype if dtype is None else DTYPES[one_of("dtype", dtype, DTYPES)]
     if block_size < 1 or batch < 1:
         raise InputError(f"block_size {block_size} and batch {batch}: both must be at least 1")
     blocks = tuple(range(len(plan.blocks)))
