@@ -217,7 +217,7 @@ _ATTENTION_ON_CPU: dict[Any, Any] = {
 }
 
 
-def _spell(name: str, number: float) -> str:
+def _spell(name: str, number: int | float) -> str:
     if name.endswith("bytes"):
         return f"{number / 2**20:,.1f} MiB"
     return f"{number:,.0f}"
