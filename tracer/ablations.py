@@ -15,8 +15,10 @@ from torch import Tensor
 
 from tracer.errors import InputError, one_of
 from tracer.models.plain import Adapter, Arguments, BlockSite, OutputEdit, State
+from tracer.models.streams import copied
 from tracer.models.sublayers import Sublayer, Sublayers, with_edited_sublayers
 from tracer.models.tokens import TokenBatch
+from tracer.reweighting import perturbation, reweighted
 from tracer.statistics import rng
 
 Positions = Literal["all", "not_first", "last"]
@@ -26,9 +28,12 @@ KINDS: Mapping[str, str] = {
     "mean": "c_b becomes its mean over the probes' tokens, the first position kept apart",
     "resample": "c_b becomes that of another probe of the same group",
     "noise": "c_b plus Gaussian noise of its per-dimension standard deviation",
+    "perturb": "c_b is that of the block with Gaussian noise on its weight matrices",
     "zero_stream": "the whole stream becomes zero (used in papers; the same for every block on bias-free models)",
 }
 ALIASES = {"skip": "zero"}
+DRAWN = ("noise", "perturb")
+"""Kinds with chance in them, which are drawn several times."""
 
 
 Part = Literal["block", "mixer", "mlp"]
@@ -40,7 +45,7 @@ Summand = tuple[int, int | None]
 
 @dataclass(frozen=True)
 class Variant:
-    """One ablation of one block, or of a part of it; `sample` counts the noise draws."""
+    """One ablation of one block, or of a part of it; `sample` counts the draws of the kinds that are drawn."""
 
     kind: str
     block: int
@@ -100,17 +105,19 @@ def sweep(
     Args:
         kinds: the ablations.
         blocks: which blocks.
-        noise_samples: draws of `noise`.
+        noise_samples: draws of `noise` and `perturb`.
         parts: what to ablate of each block.
         sublayers: of the model, needed for parts other than `block`.
 
     Raises:
-        InputError: zero_stream of a part, a part that no block has, or a block that is not the exact sum of its
-            sub-layers.
+        InputError: zero_stream or perturb of a part, a part that no block has, or a block that is not the exact sum of
+            its sub-layers.
     """
     kinds = tuple(kinds)
-    if "zero_stream" in kinds and set(parts) != {"block"}:
-        raise InputError("ablation 'zero_stream' has no parts: it erases the whole stream; pass parts='block'")
+    whole = {"zero_stream": "it erases the whole stream", "perturb": "it changes all matrices of a block"}
+    for kind, why in whole.items():
+        if kind in kinds and set(parts) != {"block"}:
+            raise InputError(f"ablation {kind!r} has no parts: {why}; pass parts='block'")
 
     def present(block: int, part: Part) -> bool:
         if part == "block":
@@ -128,7 +135,7 @@ def sweep(
         for part in parts
         for block in blocks
         if present(block, part)
-        for sample in range(noise_samples if kind == "noise" else 1)
+        for sample in range(noise_samples if kind in DRAWN else 1)
     )
 
 
@@ -289,6 +296,7 @@ class Edits:
         lengths: real tokens of each row.
         seed: of the noise.
         noise_scale: noise in units of the contribution's standard deviation.
+        perturb_scale: norm of the noise on a weight matrix as a share of the matrix's own.
         calibration: needed by `mean` and `noise`.
         donations: needed by `resample`.
         donor_mask: `[batch, pos]` bool, where a donor has a token to give.
@@ -302,6 +310,7 @@ class Edits:
     lengths: tuple[int, ...]
     seed: int = 0
     noise_scale: float = 1.0
+    perturb_scale: float = 0.1
     calibration: Calibration | None = None
     donations: Mapping[Summand, Tensor] | None = None
     donor_mask: Tensor | None = None
@@ -311,6 +320,10 @@ class Edits:
     def at_depth(self, variant: Variant, site: BlockSite, before: State | None, clean: Callable[[], State]) -> State:
         """The state after the block under an ablation; see `tracer.engine.StreamEdits`."""
         assert before is not None
+        if variant.kind == "perturb":
+            label = ("perturb", variant.block, variant.sample)
+            with reweighted(site.module, perturbation(site.module, self.perturb_scale, self.seed, *label)):
+                return site.run(copied(before))
         if variant.part != "block":
             assert self.sublayers is not None
             ablated = partial(self._ablated_part, variant)

@@ -117,6 +117,7 @@ def edits_for(
     sublayers: Sublayers | None,
     seed: int,
     noise_scale: float,
+    perturb_scale: float,
 ) -> Edits:
     """How the given ablations act on a batch; runs the donors once when `resample` is among them.
 
@@ -130,6 +131,7 @@ def edits_for(
         sublayers: needed by ablations of parts.
         seed: of the noise.
         noise_scale: in units of the contribution's standard deviation.
+        perturb_scale: in units of the norm of each weight matrix.
     """
     donations = donor_mask = None
     if "resample" in kinds:
@@ -151,6 +153,7 @@ def edits_for(
         lengths=batch.tokens.lengths,
         seed=seed,
         noise_scale=noise_scale,
+        perturb_scale=perturb_scale,
         calibration=calibration,
         donations=donations,
         donor_mask=donor_mask,

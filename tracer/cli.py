@@ -116,7 +116,7 @@ def fetch(name: str, force: bool, quiet: bool) -> None:
     "--ablations",
     default="zero",
     show_default=True,
-    help="Of zero (skip), mean, resample, noise, zero_stream, or none.",
+    help="Of zero (skip), mean, resample, noise, perturb, zero_stream, or none.",
 )
 @click.option("--parts", default="block", show_default=True, help="What is ablated: block, mixer, mlp.")
 @click.option("--positions", default="all", show_default=True, help="Where ablations act: all, not_first or last.")
@@ -126,8 +126,9 @@ def fetch(name: str, force: bool, quiet: bool) -> None:
 @click.option("--rule", default="first_rise", show_default=True, help="Particle: first_rise, half_final or max_rise.")
 @click.option("--min-rise", default=0.05, show_default=True, help="Smallest rise in probability that counts.")
 @click.option("--rel-rise", default=0.25, show_default=True, help="Smallest rise as a share of the probe's largest.")
-@click.option("--noise-samples", default=8, show_default=True, help="Draws per probe for noise.")
+@click.option("--noise-samples", default=8, show_default=True, help="Draws for noise and perturb.")
 @click.option("--noise-scale", default=1.0, show_default=True, help="Noise in standard deviations of the contribution.")
+@click.option("--perturb-scale", default=0.1, show_default=True, help="Noise on weights as a share of their norm.")
 @click.option("--seed", default=0, show_default=True, help="Of donors, noise, permutations and bootstrap.")
 @click.option("--recovery", is_flag=True, help="Also patch each block into the run on the corrupt prompt.")
 @click.option("--readout", default="logit", show_default=True, help="Lens that particles are read by: logit or tuned.")

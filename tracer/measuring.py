@@ -68,6 +68,7 @@ class Settings:
     rule: ParticleRule
     noise_samples: int
     noise_scale: float
+    perturb_scale: float
     seed: int
     batch_tokens: int
     limit: int | None
@@ -75,13 +76,22 @@ class Settings:
     readout: Readout
 
     def __post_init__(self) -> None:
-        least_values = {"noise_samples": 1, "batch_tokens": 1, "limit": 1, "noise_scale": 0.0, "seed": 0}
+        least_values = {
+            "noise_samples": 1,
+            "batch_tokens": 1,
+            "limit": 1,
+            "noise_scale": 0.0,
+            "perturb_scale": 0.0,
+            "seed": 0,
+        }
         for name, least in least_values.items():
             value = getattr(self, name)
             if value is not None and value < least:
                 raise InputError(f"{name} is {getattr(self, name)}: pass a number of at least {least}")
-        if not (math.isfinite(self.noise_scale) and self.noise_scale <= MAX_NOISE_SCALE):
-            raise InputError(f"noise_scale is {self.noise_scale}: pass a finite number of at most {MAX_NOISE_SCALE:g}")
+        for name in ("noise_scale", "perturb_scale"):
+            scale = getattr(self, name)
+            if not (math.isfinite(scale) and scale <= MAX_NOISE_SCALE):
+                raise InputError(f"{name} is {scale}: pass a finite number of at most {MAX_NOISE_SCALE:g}")
 
 
 @dataclass(frozen=True)
@@ -227,6 +237,7 @@ class Measuring:
                     sublayers=self.sublayers,
                     seed=self.settings.seed,
                     noise_scale=self.settings.noise_scale,
+                    perturb_scale=self.settings.perturb_scale,
                 )
                 streams = run(
                     self.adapter,

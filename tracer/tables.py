@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tracer.ablations import Variant
+from tracer.ablations import DRAWN, Variant
 from tracer.batches import TargetTable
 from tracer.divergence import MAX_JSD
 from tracer.evolution import DEPTH_MEASURES, evolution_table, stability_table
@@ -28,8 +28,8 @@ LATE_SHARE = 0.9
 def by_kind(measures: Measures, variants: Sequence[Variant], n_blocks: int) -> dict[str, np.ndarray]:
     """Arrays of a result from the measures of all probes: one `[blocks, probes]` array a measure and ablation.
 
-    Noise draws are averaged per probe (the divergences, not the distributions); `jsd_noise_by_sample` keeps the
-    mean of every draw as `[samples, blocks]`. A part that a block does not have is missing.
+    Draws of noise are averaged per probe (the divergences, not the distributions); `jsd_noise_by_sample` keeps the
+    mean of every draw as `[samples, blocks]`, and likewise for `perturb`. A part that a block does not have is missing.
     """
     arrays: dict[str, np.ndarray] = {name: getattr(measures, name) for name in ("log_p", "ceiling", *DEPTH_MEASURES)}
     averaged = {
@@ -50,7 +50,7 @@ def by_kind(measures: Measures, variants: Sequence[Variant], n_blocks: int) -> d
             filled = np.full((n_blocks, samples, values.shape[1]), np.nan)
             filled[blocks, [variants[row].sample for row in rows]] = values[rows]
             arrays[f"{name}_{label}"] = filled.mean(axis=1)
-            if name == "jsd" and variants[rows[0]].kind == "noise":
+            if name == "jsd" and variants[rows[0]].kind in DRAWN:
                 arrays[f"jsd_{label}_by_sample"] = np.ascontiguousarray(filled.mean(axis=2).T)
     return arrays
 

@@ -47,6 +47,7 @@ def trace(
     rel_rise: float = 0.25,
     noise_samples: int = 8,
     noise_scale: float = 1.0,
+    perturb_scale: float = 0.1,
     seed: int = 0,
     recovery: bool = False,
     readout: str = "logit",
@@ -68,16 +69,17 @@ def trace(
             Default: `english`, and `zoo/held` for a model of the zoo.
         groups: only these groups.
         limit: only the first so many usable probes of each group.
-        ablations: any of `zero` (alias `skip`), `mean`, `resample`, `noise`, `zero_stream`, as names or separated by
-            commas; an empty list or `none` for the lens alone.
+        ablations: any of `zero` (alias `skip`), `mean`, `resample`, `noise`, `perturb`, `zero_stream`, as names or
+            separated by commas; an empty list or `none` for the lens alone.
         parts: what of each block is ablated: `block`, `mixer`, `mlp`; the last two where a block is their exact sum.
         positions: where ablations act: `all`, `not_first` or `last`.
         target: how a target of several tokens is read: refused (`single`), its `first` token, or `joint`ly.
         rule: which block is a probe's particle: `first_rise`, `half_final` or `max_rise`.
         min_rise: smallest rise in probability that counts.
         rel_rise: smallest rise as a share of the probe's largest.
-        noise_samples: draws per probe for `noise`.
+        noise_samples: draws per probe for `noise`, and of the weights for `perturb`.
         noise_scale: noise in units of the contribution's standard deviation.
+        perturb_scale: norm of the noise on each weight matrix of a block, as a share of the matrix's own.
         seed: of donors, noise, permutations and bootstrap.
         recovery: also patch each block's contribution in the clean run into the run on the corrupt prompt, for probes
             that have one: the share of the answer that the block brings back, beside its fragility. Not with the
@@ -115,6 +117,7 @@ def trace(
         ParticleRule(rule, min_rise, rel_rise),
         noise_samples,
         noise_scale,
+        perturb_scale,
         seed,
         batch_tokens,
         limit,
@@ -178,11 +181,19 @@ def _check_reach(model: TracedModel, settings: Settings) -> None:
             f"the tail of {model.name} cannot be replayed on single positions, which a tuned lens needs: pass "
             "readout='logit'"
         )
-    positionless = [kind for kind in settings.ablations if kind not in ("zero", "zero_stream")]
+    if "perturb" in settings.ablations and settings.positions != "all":
+        raise InputError(
+            f"ablation 'perturb' changes weights, which act at all positions: pass positions 'all', not "
+            f"{settings.positions!r}"
+        )
+    inside = [call.index for call in model.anatomy.calls if call.last is not None]
+    if "perturb" in settings.ablations and inside:
+        raise InputError(f"ablation 'perturb' needs blocks that are modules; block {inside[0]} of {model.name} is none")
+    positionless = [kind for kind in settings.ablations if kind not in ("zero", "zero_stream", "perturb")]
     if model.anatomy.position_dim is None and (positionless or settings.positions != "all"):
         raise InputError(
             f"{model.name} is read at positions that are not tokens, so only whole blocks can be ablated, at all "
-            f"positions: pass ablations 'zero' and positions 'all', not "
+            f"positions: pass ablations 'zero' or 'perturb' and positions 'all', not "
             f"{positionless[0] if positionless else settings.positions!r}"
         )
 
