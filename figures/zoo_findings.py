@@ -7,8 +7,10 @@
 import argparse
 import json
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -48,39 +50,64 @@ TWINS = 3
 Table = list[dict[str, object]]
 
 
-def measure(trained: Path, data: Path) -> None:
-    """Trace every model and its twins with random weights, and write the tables."""
-    tables: dict[str, Table] = {"models": [], "halves": [], "blocks": [], "groups": [], "sizes": []}
-    skipped: dict[str, np.ndarray] = {}
-    for run in RUNS.values():
-        folder = trained / run.name
-        model = load(str(folder), dtype="float32", backend="hooks", progress=False)
-        result = _traced(model)
-        nulls = [_traced(_twin(run, folder, seed)) for seed in range(TWINS)]
-        found = result.run["particle_block"]
-        card = json.loads((folder / CARD).read_text(encoding="utf-8"))
-        in_context = {name: counts["answered"] / counts["n"] for name, counts in card["accuracy"]["in-context"].items()}
-        tables["models"].append(
-            _about(run)
-            | {"parameters": model.model.num_parameters(), "n": len(result.probes)}
-            | {"answered": int(result.probes["answered"].sum())}
-            | {"particle": found["estimate"], "particle_low": found["low"], "particle_high": found["high"]}
-            | in_context
-        )
-        tables["halves"] += list(_halves(run, result, nulls))
-        for name, traced in (("trained", result), ("random", nulls[0])):
-            tables["blocks"] += list(_blocks(run, name, traced))
-        tables["groups"] += [_about(run) | row for row in result.groups.to_dict("records")]
-        if run.name in SIZES:
-            single = result.arrays["jsd_zero"]
-            skipped |= {f"{run.name} block": single.mean(axis=0), f"{run.name} part": _parts(model)}
-            skipped |= {f"{run.name} block, without the first": single[1:].mean(axis=0)}
-        print(f"{run.name}: particle block {found['estimate']}", flush=True)
-    groups = result.probes["group"].tolist()
-    tables["sizes"] = list(_sizes(skipped, groups))
+def measure(trained: Path, data: Path, jobs: int = 1) -> None:
+    """Trace every model and its twins with random weights, and write the tables.
+
+    Args:
+        trained: folder of the models.
+        data: folder for the tables.
+        jobs: models that are traced at once, by processes of their own on one thread each.
+    """
+    each = partial(_measured, trained)
+    if jobs == 1:
+        found = [each(run) for run in RUNS.values()]
+    else:
+        with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_one_thread) as pool:
+            found = list(pool.map(each, RUNS.values()))
+    tables: dict[str, Table] = {name: [row for rows, _, _ in found for row in rows[name]] for name in found[0][0]}
+    skipped = {name: values for _, own, _ in found for name, values in own.items()}
+    tables["sizes"] = list(_sizes(skipped, found[0][2]))
     data.mkdir(parents=True, exist_ok=True)
     for name, rows in tables.items():
         pd.DataFrame(rows).to_csv(data / f"{name}.csv", index=False, float_format="%.6g", lineterminator="\n")
+
+
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def _measured(trained: Path, run: Run) -> tuple[dict[str, Table], dict[str, np.ndarray], list[str]]:
+    """Rows of one model for the tables, its divergences by what is skipped, and the relation of each probe."""
+    folder = trained / run.name
+    model = load(str(folder), dtype="float32", backend="hooks", progress=False)
+    result = _traced(model)
+    nulls = [_traced(_twin(run, folder, seed)) for seed in range(TWINS)]
+    found = result.run["particle_block"]
+    card = json.loads((folder / CARD).read_text(encoding="utf-8"))
+    in_context = {name: counts["answered"] / counts["n"] for name, counts in card["accuracy"]["in-context"].items()}
+    row = (
+        _about(run)
+        | {"parameters": model.model.num_parameters(), "n": len(result.probes)}
+        | {"answered": int(result.probes["answered"].sum())}
+        | {"particle": found["estimate"], "particle_low": found["low"], "particle_high": found["high"]}
+        | in_context
+    )
+    tables: dict[str, Table] = {
+        "models": [row],
+        "halves": list(_halves(run, result, nulls)),
+        "blocks": [*_blocks(run, "trained", result), *_blocks(run, "random", nulls[0])],
+        "groups": [_about(run) | group for group in result.groups.to_dict("records")],
+    }
+    skipped = {}
+    if run.name in SIZES:
+        single = result.arrays["jsd_zero"]
+        skipped = {
+            f"{run.name} block": single.mean(axis=0),
+            f"{run.name} block, without the first": single[1:].mean(axis=0),
+            f"{run.name} part": _parts(model),
+        }
+    print(f"{run.name}: particle block {found['estimate']}", flush=True)
+    return tables, skipped, result.probes["group"].tolist()
 
 
 def _traced(model: TracedModel) -> TraceResult:
@@ -208,9 +235,10 @@ def write_listing() -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measure", metavar="FOLDER", type=Path, help="folder of the trained models (runs/zoo)")
+    parser.add_argument("--jobs", type=int, default=2, help="models that are traced at once (default: 2)")
     arguments = parser.parse_args()
     if arguments.measure is not None:
-        measure(arguments.measure, DATA)
+        measure(arguments.measure, DATA, arguments.jobs)
     found = {path.stem: pd.read_csv(path) for path in sorted(DATA.glob("*.csv"))}
     for path in write_figures(figures(found), HERE / "zoo_findings", force=True):
         print(path)

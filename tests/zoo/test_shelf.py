@@ -55,7 +55,7 @@ def test_one_pass_equals_whole_forwards(name):
     model = tracer.load(name, progress=False)
     assert model.engine == "onepass"
     found = [
-        tracer.trace(model, limit=2, ablations=["zero", "mean"], engine=engine, progress=False)
+        tracer.trace(model, limit=1, ablations=["zero", "mean"], engine=engine, progress=False)
         for engine in ("onepass", "full")
     ]
     assert found[0].run["arguments"]["probes"] == "zoo/held"
@@ -70,7 +70,7 @@ def test_both_adapters_agree_where_transformer_lens_lists_the_class(name):
     if why_no_bridge(plain.model) is not None:
         pytest.skip(f"TransformerLens does not list {plain.anatomy.model_class}")
     bridge = tracer.load(name, backend="transformer_lens", progress=False)
-    found = [tracer.trace(model, limit=2, progress=False) for model in (plain, bridge)]
+    found = [tracer.trace(model, limit=1, progress=False) for model in (plain, bridge)]
     for key in ("log_p", "jsd_zero"):
         np.testing.assert_allclose(found[0].arrays[key], found[1].arrays[key], **EXACT)
 

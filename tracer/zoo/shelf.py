@@ -130,7 +130,7 @@ def listing() -> str:
     rows = []
     for card in map(read_card, zoo_names()):
         facts = card.facts
-        shares = (f"{card.share(probes):.0%}" for probes in header[4:7])
+        shares = (f"{card.share(probes):.1%}" for probes in header[4:7])
         rows.append(
             (
                 card.name,
