@@ -35,6 +35,10 @@ MARKERS = {
 }
 
 
+SIZES = {"transformer-4": "<", "transformer-12": ">"}
+"""Markers of the models that share a family with another one."""
+
+
 def draw_profiles(tables: dict[str, pd.DataFrame], names: Sequence[str] | None = None) -> Figure:
     """One row a model: share of particles at each block, and the fragility of each block beside its random twin.
 
@@ -43,6 +47,8 @@ def draw_profiles(tables: dict[str, pd.DataFrame], names: Sequence[str] | None =
     models, blocks = tables["models"], tables["blocks"]
     if names is not None:
         models = models[models["name"].isin(names)]
+    drawn = blocks[blocks["name"].isin(models["name"]) & (blocks["weights"] == "trained")]
+    top = 1.1 * drawn["particles"].max() or 1.0
     with style():
         figure = Figure(figsize=(8.6, 1.7 + 0.55 * len(models)), layout="constrained")
         panels = figure.subplots(len(models), 2, sharex=True)
@@ -54,7 +60,7 @@ def draw_profiles(tables: dict[str, pd.DataFrame], names: Sequence[str] | None =
             left.bar(x, trained["particles"], width=0.86 / n, **BARS)
             left.axvline((model["particle"] + 0.5) / n, **MEDIAN)
             left.axvspan(model["particle_low"] / n, (model["particle_high"] + 1) / n, zorder=0, **INTERVAL)
-            left.set_ylim(0, 1)
+            left.set_ylim(0, top)
             left.set_ylabel(
                 f"{model['name']}\n{model['answered'] / model['n']:.1%} answered", rotation=0, ha="right", va="center"
             )
@@ -69,7 +75,7 @@ def draw_profiles(tables: dict[str, pd.DataFrame], names: Sequence[str] | None =
                 axes.set_xticks(np.linspace(0, 1, 5), ["0", "1/4", "1/2", "3/4", "1"])
                 axes.set_yticks([])
                 axes.grid(axis="x")
-        panels[0, 0].set_title("task particles (rows to 100 %)", loc="left")
+        panels[0, 0].set_title(f"task particles (rows to {top:.0%})", loc="left")
         panels[0, 1].set_title(f"fragility (rows to ln 2 = {MAX_JSD:.2f} nats)", loc="left")
         for axes in panels[-1]:
             axes.set_xlabel("relative depth (0: input of block 0, 1: output of the last)")
@@ -175,7 +181,7 @@ def draw_norms(tables: dict[str, pd.DataFrame]) -> Figure:
                 np.linspace(0, 1, len(norms)),
                 norms,
                 color=COLOURS[family],
-                marker="" if seed else MARKERS[family],
+                marker="" if seed else SIZES.get(name, MARKERS[family]),
                 markersize=4,
                 linestyle=(0, (1, 1)) if small else DASHES[seed],
                 linewidth=2.2 if small else 1.1,
