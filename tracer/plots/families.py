@@ -28,8 +28,8 @@ from tracer.plots.style import (
 )
 from tracer.results import TraceResult
 
-ROW = 0.62
-"""Inches of height of a model's row."""
+ROW, LEAST = 0.62, 2.6
+"""Inches of height of a model's row, and of all rows together at least."""
 
 PLAIN_BLOCK, FRAGILE_BLOCK = "#B9D4E6", BLUE
 FIRST_BLOCK: dict[str, Any] = {"hatch": "////", "edgecolor": BLACK}
@@ -61,7 +61,7 @@ def draw_families(results: Sequence[TraceResult], ablation: str | None = None) -
         labels = [_label(result) for result in results]
         margin = max(text_width(line) for label in labels for line in label.split("\n")) / 72
         columns = 1 if kind is None else 2
-        figure = Figure(figsize=(margin + 3.2 * columns, 1.9 + ROW * len(results)), layout="constrained")
+        figure = Figure(figsize=(margin + 3.2 * columns, 1.9 + max(LEAST, ROW * len(results))), layout="constrained")
         panels = figure.subplots(len(results), columns, sharex=True, squeeze=False)
         top = 1.1 * max(_draw_particles(result, axes) for result, axes in zip(results, panels[:, 0], strict=True))
         for result, label, row in zip(results, labels, panels, strict=True):
