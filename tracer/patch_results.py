@@ -3,12 +3,10 @@
 The folder is like that of a trace (see `tracer.results`), with one line a cell in `cells.csv`.
 """
 
-import os
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
@@ -17,7 +15,7 @@ from matplotlib.figure import Figure
 
 from tracer.errors import one_of
 from tracer.patch_edits import Component
-from tracer.results import check_free, packed, unpacked, write_folder
+from tracer.results import SavedResult
 from tracer.statistics import bootstrap_profile
 from tracer.summary import spans
 
@@ -36,7 +34,7 @@ MOST_COLUMNS = 1000
 
 
 @dataclass(frozen=True, eq=False)
-class PatchResult:
+class PatchResult(SavedResult):
     """Activation patching of one model on one set of pairs of prompts.
 
     Attributes:
@@ -59,6 +57,17 @@ class PatchResult:
     probes: pd.DataFrame
     cells: pd.DataFrame
     arrays: dict[str, np.ndarray]
+
+    files: ClassVar = FILES
+    schema: ClassVar = SCHEMA
+    verb: ClassVar = "patch"
+    table: ClassVar = "cells"
+    types: ClassVar = {"component": str, "group": str, "position": "Int64"}
+
+    @staticmethod
+    def probes_of(rows: list[dict[str, Any]]) -> pd.DataFrame:
+        """The table of probes with the types that do not follow from the values."""
+        return typed_probes(rows)
 
     @property
     def components(self) -> tuple[str, ...]:
@@ -105,31 +114,6 @@ class PatchResult:
         from tracer.plots.patching import draw_patching
 
         return draw_patching(self, group)
-
-    def save(self, folder: str | os.PathLike[str], *, force: bool = False) -> Path:
-        """Write the result as a folder.
-
-        Args:
-            folder: must not hold a result yet, unless `force`.
-            force: replace the result in it.
-
-        Raises:
-            InputError: the folder is in use, or cannot be written; then nothing is left behind.
-        """
-        target = Path(folder)
-        check_free(target, force=force, files=FILES)
-        return write_folder(target, packed(FILES, self.arrays, self.cells, self.probes, self.run))
-
-    @classmethod
-    def load(cls, folder: str | os.PathLike[str]) -> "PatchResult":
-        """Read a saved result.
-
-        Raises:
-            InputError: there is none, it is unfinished or damaged, or a later version wrote it.
-        """
-        types = {"component": str, "group": str, "position": "Int64"}
-        arrays, cells, probes, run = unpacked(Path(folder), FILES, SCHEMA, "patch", types, typed_probes)
-        return cls(run, probes, cells, arrays)
 
     def _head(self) -> str:
         model, arguments, work = (self.run[key] for key in ("model", "arguments", "work"))

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -28,8 +28,63 @@ FILES = ("arrays.safetensors", "blocks.csv", "probes.jsonl", "run.json")
 """The files of a result; `run.json` is moved in last, so that a folder that has it is complete."""
 
 
+R = TypeVar("R", bound="SavedResult")
+
+
+class SavedResult:
+    """A result that is saved as a folder and read back; its fields are `run`, `probes`, one more table, and `arrays`.
+
+    Attributes:
+        files: of the folder, as `packed` names them.
+        schema: that this version writes and reads.
+        verb: that makes such a result, for messages.
+        table: name of the field that is neither `run`, `probes` nor `arrays`.
+        types: of columns of that table that do not follow from their values.
+    """
+
+    files: ClassVar[tuple[str, ...]]
+    schema: ClassVar[int]
+    verb: ClassVar[str]
+    table: ClassVar[str]
+    types: ClassVar[Mapping[str, Any]]
+
+    run: dict[str, Any]
+    probes: pd.DataFrame
+    arrays: dict[str, np.ndarray]
+
+    @staticmethod
+    def probes_of(rows: list[dict[str, Any]]) -> pd.DataFrame:
+        """The table of probes from its saved rows."""
+        return pd.DataFrame(rows)
+
+    def save(self, folder: str | os.PathLike[str], *, force: bool = False) -> Path:
+        """Write the result as a folder.
+
+        Args:
+            folder: must not hold a result yet, unless `force`.
+            force: replace the result in it.
+
+        Raises:
+            InputError: the folder is in use, or cannot be written; then nothing is left behind.
+        """
+        target = Path(folder)
+        check_free(target, force=force, files=self.files)
+        contents = packed(self.files, self.arrays, getattr(self, self.table), self.probes, self.run)
+        return write_folder(target, contents)
+
+    @classmethod
+    def load(cls: type[R], folder: str | os.PathLike[str]) -> R:
+        """Read a saved result.
+
+        Raises:
+            InputError: there is none, it is unfinished or damaged, or a later version wrote it.
+        """
+        arrays, table, probes, run = unpacked(Path(folder), cls.files, cls.schema, cls.verb, cls.types, cls.probes_of)
+        return cls(run, probes, table, arrays)  # type: ignore[call-arg]
+
+
 @dataclass(frozen=True, eq=False)
-class TraceResult:
+class TraceResult(SavedResult):
     """The joint trace of one model on one set of probes.
 
     Attributes:
@@ -56,6 +111,17 @@ class TraceResult:
     probes: pd.DataFrame
     blocks: pd.DataFrame
     arrays: dict[str, np.ndarray]
+
+    files: ClassVar = FILES
+    schema: ClassVar = SCHEMA
+    verb: ClassVar = "trace"
+    table: ClassVar = "blocks"
+    types: ClassVar = {"mixer": str, "module": str}
+
+    @staticmethod
+    def probes_of(rows: list[dict[str, Any]]) -> pd.DataFrame:
+        """The table of probes with the types that do not follow from the values, which may all be missing."""
+        return typed_probes(rows)
 
     @property
     def groups(self) -> pd.DataFrame:
@@ -114,31 +180,6 @@ class TraceResult:
         from tracer.plots import draw
 
         return draw(self, figure)
-
-    def save(self, folder: str | os.PathLike[str], *, force: bool = False) -> Path:
-        """Write the result as a folder.
-
-        Args:
-            folder: must not hold a result yet, unless `force`.
-            force: replace the result in it.
-
-        Raises:
-            InputError: the folder is in use, or cannot be written; then nothing is left behind.
-        """
-        target = Path(folder)
-        check_free(target, force=force)
-        return write_folder(target, packed(FILES, self.arrays, self.blocks, self.probes, self.run))
-
-    @classmethod
-    def load(cls, folder: str | os.PathLike[str]) -> "TraceResult":
-        """Read a saved result.
-
-        Raises:
-            InputError: there is none, it is unfinished or damaged, or a later version wrote it.
-        """
-        types = {"mixer": str, "module": str}
-        arrays, blocks, probes, run = unpacked(Path(folder), FILES, SCHEMA, "trace", types, typed_probes)
-        return cls(run, probes, blocks, arrays)
 
 
 PARTIAL = "partial"

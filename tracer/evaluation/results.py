@@ -1,16 +1,14 @@
 """What an evaluation returns, and the folder that it is saved as (see `tracer.results` for the format)."""
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
 from tracer.errors import one_of
-from tracer.results import check_free, packed, unpacked, write_folder
+from tracer.results import SavedResult
 
 SCHEMA = 1
 FILES = ("arrays.safetensors", "groups.csv", "probes.jsonl", "run.json")
@@ -21,7 +19,7 @@ ALL = "all"
 
 
 @dataclass(frozen=True, eq=False)
-class EvalResult:
+class EvalResult(SavedResult):
     """How one model answers one or several suites of probes.
 
     Attributes:
@@ -41,6 +39,12 @@ class EvalResult:
     probes: pd.DataFrame
     groups: pd.DataFrame
     arrays: dict[str, np.ndarray]
+
+    files: ClassVar = FILES
+    schema: ClassVar = SCHEMA
+    verb: ClassVar = "eval"
+    table: ClassVar = "groups"
+    types: ClassVar = {"suite": str, "group": str}
 
     @property
     def suites(self) -> tuple[str, ...]:
@@ -62,28 +66,3 @@ class EvalResult:
         from tracer.plots.accuracy import draw_accuracy
 
         return draw_accuracy(self)
-
-    def save(self, folder: str | os.PathLike[str], *, force: bool = False) -> Path:
-        """Write the result as a folder.
-
-        Args:
-            folder: must not hold a result yet, unless `force`.
-            force: replace the result in it.
-
-        Raises:
-            InputError: the folder is in use, or cannot be written; then nothing is left behind.
-        """
-        target = Path(folder)
-        check_free(target, force=force, files=FILES)
-        return write_folder(target, packed(FILES, self.arrays, self.groups, self.probes, self.run))
-
-    @classmethod
-    def load(cls, folder: str | os.PathLike[str]) -> "EvalResult":
-        """Read a saved result.
-
-        Raises:
-            InputError: there is none, it is damaged, or a later version wrote it.
-        """
-        types = {"suite": str, "group": str}
-        arrays, groups, probes, run = unpacked(Path(folder), FILES, SCHEMA, "eval", types, pd.DataFrame)
-        return cls(run, probes, groups, arrays)
