@@ -103,6 +103,50 @@ def test_no_noise_moves_nothing_and_more_moves_more():
     assert Variant("perturb", 1, 3).depth == 2
 
 
+@pytest.mark.parametrize("engine", ["onepass", "full"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_swapped_weights_equal_a_model_with_that_block_of_the_other(family, engine):
+    live, other = tiny(family), tiny(family, seed=1)
+    model, donor = tracer.load(live, word_tokenizer()), tracer.load(other, word_tokenizer())
+    before = {name: value.clone() for name, value in live.state_dict().items()}
+    result = tracer.trace(
+        model, PROBES, ablations=["swap_weights"], swap_from=donor, engine=engine, batch_tokens=64, progress=False
+    )
+    assert all(torch.equal(value, before[name]) for name, value in live.state_dict().items())
+    tokenizer = word_tokenizer()
+    jsd = np.zeros((4, len(PROBES)))
+    for block in range(4):
+        mixed = copy.deepcopy(live)
+        name = model.anatomy.calls[block].module
+        dict(mixed.named_modules())[name].load_state_dict(donor.blocks[block].state_dict())
+        for row, probe in enumerate(PROBES):
+            ids = tokenizer(probe.prompt)["input_ids"]
+            jsd[block, row] = oracle.jsd(*(oracle.forward(m, ids)[-1] for m in (live, mixed)))
+    np.testing.assert_allclose(result.arrays["jsd_swap_weights"], jsd, rtol=0, atol=2e-5)
+    assert jsd.min() > 1e-4
+
+
+def test_swapping_with_itself_changes_nothing_and_other_architectures_are_refused():
+    model = tracer.load(tiny("llama"), word_tokenizer())
+    settings = {"ablations": ["swap_weights"], "progress": False}
+    same = tracer.trace(model, PROBES, swap_from=tiny("llama"), **settings)
+    assert same.arrays["jsd_swap_weights"].max() < 1e-9
+    assert same.run["arguments"]["swap_from"] == "LlamaForCausalLM"
+    for other, why in (
+        (tiny("qwen3"), "differ in their class"),
+        (tiny("llama", num_hidden_layers=5), r"number of blocks \(4, 5\)"),
+        (tiny("llama", intermediate_size=40), r"block 0 .* differ in mlp\.down_proj\.weight"),
+    ):
+        with pytest.raises(InputError, match=why):
+            tracer.trace(model, PROBES, swap_from=other, **settings)
+    with pytest.raises(InputError, match="'swap_weights' needs swap_from="):
+        tracer.trace(model, PROBES, **settings)
+    with pytest.raises(InputError, match="without the ablation 'swap_weights'"):
+        tracer.trace(model, PROBES, swap_from=tiny("llama"), progress=False)
+    with pytest.raises(InputError, match="'swap_weights' changes weights, which act at all positions"):
+        tracer.trace(model, PROBES, swap_from=tiny("llama"), positions="last", **settings)
+
+
 def test_the_stablest_blocks_are_frozen():
     model = tracer.load(tiny("llama"), word_tokenizer())
     result = tracer.trace(model, PROBES, ablations=["perturb"], noise_samples=2, progress=False)

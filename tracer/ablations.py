@@ -11,7 +11,7 @@ from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tracer.errors import InputError, one_of
 from tracer.models.plain import Adapter, Arguments, BlockSite, OutputEdit, State
@@ -29,11 +29,14 @@ KINDS: Mapping[str, str] = {
     "resample": "c_b becomes that of another probe of the same group",
     "noise": "c_b plus Gaussian noise of its per-dimension standard deviation",
     "perturb": "c_b is that of the block with Gaussian noise on its weight matrices",
+    "swap_weights": "c_b is that of the block with its weights from another checkpoint of the same architecture",
     "zero_stream": "the whole stream becomes zero (used in papers; the same for every block on bias-free models)",
 }
 ALIASES = {"skip": "zero"}
 DRAWN = ("noise", "perturb")
 """Kinds with chance in them, which are drawn several times."""
+WEIGHTED = ("perturb", "swap_weights")
+"""Kinds that run the block with other weights, which act at all positions and on the block as a whole."""
 
 
 Part = Literal["block", "mixer", "mlp"]
@@ -110,11 +113,11 @@ def sweep(
         sublayers: of the model, needed for parts other than `block`.
 
     Raises:
-        InputError: zero_stream or perturb of a part, a part that no block has, or a block that is not the exact sum of
-            its sub-layers.
+        InputError: zero_stream, perturb or swap_weights of a part, a part that no block has, or a block that is not the
+            exact sum of its sub-layers.
     """
     kinds = tuple(kinds)
-    whole = {"zero_stream": "it erases the whole stream", "perturb": "it changes all matrices of a block"}
+    whole = dict.fromkeys(WEIGHTED, "it changes the weights of a block") | {"zero_stream": "it erases the whole stream"}
     for kind, why in whole.items():
         if kind in kinds and set(parts) != {"block"}:
             raise InputError(f"ablation {kind!r} has no parts: {why}; pass parts='block'")
@@ -302,6 +305,7 @@ class Edits:
         donor_mask: `[batch, pos]` bool, where a donor has a token to give.
         whole: whether the mask covers every real token.
         sublayers: needed by ablations of parts.
+        other: blocks of another checkpoint, needed by `swap_weights`.
     """
 
     adapter: Adapter
@@ -316,13 +320,13 @@ class Edits:
     donor_mask: Tensor | None = None
     whole: bool = True
     sublayers: Sublayers | None = None
+    other: Sequence[nn.Module] | None = None
 
     def at_depth(self, variant: Variant, site: BlockSite, before: State | None, clean: Callable[[], State]) -> State:
         """The state after the block under an ablation; see `tracer.engine.StreamEdits`."""
         assert before is not None
-        if variant.kind == "perturb":
-            label = ("perturb", variant.block, variant.sample)
-            with reweighted(site.module, perturbation(site.module, self.perturb_scale, self.seed, *label)):
+        if variant.kind in WEIGHTED:
+            with reweighted(site.module, self._weights(variant, site.module)):
                 return site.run(copied(before))
         if variant.part != "block":
             assert self.sublayers is not None
@@ -334,6 +338,12 @@ class Edits:
         new = self.apply(variant, None, anatomy.rows_first(before[0]), anatomy.rows_first(state[0]))
         # A block that is skipped whole also hands on unchanged what else it was handed.
         return (anatomy.as_model(new), *(before if variant.kind == "zero" and self.whole else state)[1:])
+
+    def _weights(self, variant: Variant, block: nn.Module) -> dict[str, Tensor]:
+        if variant.kind == "perturb":
+            return perturbation(block, self.perturb_scale, self.seed, "perturb", variant.block, variant.sample)
+        assert self.other is not None
+        return dict(self.other[variant.block].named_parameters())
 
     def _ablated_part(self, variant: Variant, number: int, contribution: Tensor) -> Tensor:
         return self.apply(variant, number, torch.zeros_like(contribution), contribution)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import nn
 
 from tracer.ablations import Calibration, Edits, Positions, donated, donor_of, donor_positions, position_mask
 from tracer.engine import Reads
@@ -118,6 +119,7 @@ def edits_for(
     seed: int,
     noise_scale: float,
     perturb_scale: float,
+    other: Sequence[nn.Module] | None,
 ) -> Edits:
     """How the given ablations act on a batch; runs the donors once when `resample` is among them.
 
@@ -132,6 +134,7 @@ def edits_for(
         seed: of the noise.
         noise_scale: in units of the contribution's standard deviation.
         perturb_scale: in units of the norm of each weight matrix.
+        other: blocks of another checkpoint, needed by `swap_weights`.
     """
     donations = donor_mask = None
     if "resample" in kinds:
@@ -159,6 +162,7 @@ def edits_for(
         donor_mask=donor_mask,
         whole=positions == "all",
         sublayers=sublayers,
+        other=other,
     )
 
 

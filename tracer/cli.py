@@ -116,7 +116,7 @@ def fetch(name: str, force: bool, quiet: bool) -> None:
     "--ablations",
     default="zero",
     show_default=True,
-    help="Of zero (skip), mean, resample, noise, perturb, zero_stream, or none.",
+    help="Of zero (skip), mean, resample, noise, perturb, swap_weights, zero_stream, or none.",
 )
 @click.option("--parts", default="block", show_default=True, help="What is ablated: block, mixer, mlp.")
 @click.option("--positions", default="all", show_default=True, help="Where ablations act: all, not_first or last.")
@@ -129,6 +129,7 @@ def fetch(name: str, force: bool, quiet: bool) -> None:
 @click.option("--noise-samples", default=8, show_default=True, help="Draws for noise and perturb.")
 @click.option("--noise-scale", default=1.0, show_default=True, help="Noise in standard deviations of the contribution.")
 @click.option("--perturb-scale", default=0.1, show_default=True, help="Noise on weights as a share of their norm.")
+@click.option("--swap-from", help="For swap_weights: another checkpoint of the same architecture.")
 @click.option("--seed", default=0, show_default=True, help="Of donors, noise, permutations and bootstrap.")
 @click.option("--recovery", is_flag=True, help="Also patch each block into the run on the corrupt prompt.")
 @click.option("--readout", default="logit", show_default=True, help="Lens that particles are read by: logit or tuned.")

@@ -130,6 +130,7 @@ class Measuring:
         settings: what to measure.
         engine: `onepass` or `full`.
         tuned_lens: for the readout `tuned`.
+        other: another checkpoint, for `swap_weights`.
         progress: show a progress bar.
     """
 
@@ -140,6 +141,7 @@ class Measuring:
         settings: Settings,
         engine: Engine,
         tuned_lens: TunedLens | None,
+        other: TracedModel | None,
         progress: bool,
     ):
         self.model = model
@@ -148,6 +150,7 @@ class Measuring:
         self.settings = settings
         self.engine = engine
         self.translate = None if tuned_lens is None else partial(tuned_lens.translate, model.anatomy)
+        self.other = None if other is None else other.blocks
         self.progress = progress
         self.table = TargetTable.of(self.items)
         self.sublayers = None
@@ -238,6 +241,7 @@ class Measuring:
                     seed=self.settings.seed,
                     noise_scale=self.settings.noise_scale,
                     perturb_scale=self.settings.perturb_scale,
+                    other=self.other,
                 )
                 streams = run(
                     self.adapter,

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from tracer.ablations import Positions, ablation_kinds, part_names
+from tracer.ablations import WEIGHTED, Positions, ablation_kinds, part_names
 from tracer.assembly import assembled
 from tracer.engine import DEFAULT_BATCH_TOKENS
 from tracer.errors import InputError, one_of
@@ -16,7 +16,7 @@ from tracer.measuring import Measuring, Readout, Settings
 from tracer.models.fingerprint import weights_digest
 from tracer.models.plain import evaluating
 from tracer.models.selfcheck import Engine
-from tracer.models.traced import TracedModel, load
+from tracer.models.traced import TracedModel, check_same_architecture, load
 from tracer.partial import PartialRun, differing
 from tracer.particle import ParticleRule
 from tracer.probes import (
@@ -50,6 +50,7 @@ def trace(
     perturb_scale: float = 0.1,
     seed: int = 0,
     recovery: bool = False,
+    swap_from: object = None,
     readout: str = "logit",
     tuned_lens: str | os.PathLike[str] | TunedLens | None = None,
     engine: str | None = None,
@@ -69,8 +70,8 @@ def trace(
             Default: `english`, and `zoo/held` for a model of the zoo.
         groups: only these groups.
         limit: only the first so many usable probes of each group.
-        ablations: any of `zero` (alias `skip`), `mean`, `resample`, `noise`, `perturb`, `zero_stream`, as names or
-            separated by commas; an empty list or `none` for the lens alone.
+        ablations: any of `zero` (alias `skip`), `mean`, `resample`, `noise`, `perturb`, `swap_weights`,
+            `zero_stream`, as names or separated by commas; an empty list or `none` for the lens alone.
         parts: what of each block is ablated: `block`, `mixer`, `mlp`; the last two where a block is their exact sum.
         positions: where ablations act: `all`, `not_first` or `last`.
         target: how a target of several tokens is read: refused (`single`), its `first` token, or `joint`ly.
@@ -84,6 +85,8 @@ def trace(
         recovery: also patch each block's contribution in the clean run into the run on the corrupt prompt, for probes
             that have one: the share of the answer that the block brings back, beside its fragility. Not with the
             target `joint`, of which it reads no more than one token.
+        swap_from: for `swap_weights`, another checkpoint of the same architecture: an opened model, or anything that
+            `load` takes, opened with the same options.
         readout: the lens that particles are read through: `logit`, or `tuned`, with the plain lens beside it.
         tuned_lens: for `tuned`, a lens of `train_tuned_lens` or the file that it is saved in.
         engine: `onepass` or `full`; default what the self-check allows.
@@ -135,6 +138,12 @@ def trace(
             if tuned_lens is None
             else "tuned_lens= is given but the readout is 'logit': pass readout='tuned'"
         )
+    if ("swap_weights" in kinds) != (swap_from is not None):
+        raise InputError(
+            "ablation 'swap_weights' needs swap_from=, another checkpoint of the same architecture"
+            if swap_from is None
+            else "swap_from= is given without the ablation 'swap_weights': pass both or neither"
+        )
     lens = tuned_lens if isinstance(tuned_lens, TunedLens) or tuned_lens is None else TunedLens.load(tuned_lens)
     if engine is not None:
         one_of("engine", engine, get_args(Engine))
@@ -144,6 +153,11 @@ def trace(
     probe_set = read_probes(default_probes(model) if probes is None else probes, skip_bad=skip_bad, groups=groups)
     opened = model if isinstance(model, TracedModel) else load(model, progress=progress, **(load_options or {}))
     used = allowed_engine(opened, engine)
+    other = None
+    if swap_from is not None:
+        options = {**(load_options or {}), "backend": opened.backend}
+        other = swap_from if isinstance(swap_from, TracedModel) else load(swap_from, progress=progress, **options)
+        check_same_architecture(opened, other)
     _check_reach(opened, settings)
     if lens is not None:
         lens.check(opened)
@@ -160,10 +174,10 @@ def trace(
             f"none of the {len(tokenized)} probes of {probe_set.name!r} has a usable corrupt prompt, which recovery "
             "needs: add corrupt and corrupt_target, or leave recovery out"
         )
-    plan = _plan(opened, probe_set, tokenized, settings, used, lens)
+    plan = _plan(opened, probe_set, tokenized, settings, used, lens, other)
     if folder is not None and resume and (folder / "run.json").exists() and not (folder / PARTIAL).exists():
         return _finished(folder, plan)
-    measuring = Measuring(opened, tokenized.items, settings, used, lens, progress)
+    measuring = Measuring(opened, tokenized.items, settings, used, lens, other, progress)
     store = PartialRun(folder, plan, resume=resume, force=force)
     with evaluating(opened.model):
         measured = measuring.run(store)
@@ -181,15 +195,18 @@ def _check_reach(model: TracedModel, settings: Settings) -> None:
             f"the tail of {model.name} cannot be replayed on single positions, which a tuned lens needs: pass "
             "readout='logit'"
         )
-    if "perturb" in settings.ablations and settings.positions != "all":
+    weighted = [kind for kind in settings.ablations if kind in WEIGHTED]
+    if weighted and settings.positions != "all":
         raise InputError(
-            f"ablation 'perturb' changes weights, which act at all positions: pass positions 'all', not "
+            f"ablation {weighted[0]!r} changes weights, which act at all positions: pass positions 'all', not "
             f"{settings.positions!r}"
         )
     inside = [call.index for call in model.anatomy.calls if call.last is not None]
-    if "perturb" in settings.ablations and inside:
-        raise InputError(f"ablation 'perturb' needs blocks that are modules; block {inside[0]} of {model.name} is none")
-    positionless = [kind for kind in settings.ablations if kind not in ("zero", "zero_stream", "perturb")]
+    if weighted and inside:
+        raise InputError(
+            f"ablation {weighted[0]!r} needs blocks that are modules; block {inside[0]} of {model.name} is none"
+        )
+    positionless = [kind for kind in settings.ablations if kind not in ("zero", "zero_stream", *WEIGHTED)]
     if model.anatomy.position_dim is None and (positionless or settings.positions != "all"):
         raise InputError(
             f"{model.name} is read at positions that are not tokens, so only whole blocks can be ablated, at all "
@@ -205,6 +222,7 @@ def _plan(
     settings: Settings,
     engine: Engine,
     lens: TunedLens | None,
+    other: TracedModel | None,
 ) -> dict[str, Any]:
     """Everything that the numbers depend on, as plain data."""
     content = [
@@ -217,12 +235,14 @@ def _plan(
         "backend": model.backend,
         "engine": engine,
         "probes": hashlib.sha256(json.dumps(content).encode()).hexdigest(),
+        "swap_from": None if other is None else other.fingerprint(),
         "tuned_lens": None if lens is None else _lens_digest(lens),
         "arguments": {
             "model": model.name,
             "probes": probes.name,
             "groups": list(probes.groups),
             **{key: value for key, value in asdict(settings).items() if key != "rule"},
+            "swap_from": None if other is None else other.name,
             **{("rule" if key == "name" else key): value for key, value in asdict(settings.rule).items()},
         },
         "versions": versions(),

@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from tracer.errors import InputError, ModelRefused, TracerError, one_of
@@ -77,6 +77,11 @@ class TracedModel:
     def n_blocks(self) -> int:
         """Number of blocks, L."""
         return self.anatomy.n_blocks
+
+    @property
+    def blocks(self) -> tuple[nn.Module, ...]:
+        """The block modules by depth; where a block lies between modules, the first of them."""
+        return tuple(self.adapter.modules[call.module] for call in self.anatomy.calls)
 
     @property
     def engine(self) -> Engine:
@@ -388,3 +393,31 @@ def _labelled(anatomy: Anatomy, plain: Anatomy) -> Anatomy:
     calls = (replace(call, mixer=own.mixer) for call, own in zip(anatomy.calls, plain.calls, strict=True))
     model_class = f"{anatomy.model_class} of {plain.model_class}"
     return replace(anatomy, calls=tuple(calls), model_class=model_class, tied=plain.tied)
+
+
+def check_same_architecture(model: TracedModel, other: TracedModel) -> None:
+    """Refuse two models that are not checkpoints of one architecture.
+
+    Raises:
+        InputError: names the first difference: class, number of blocks, width, vocabulary, or a weight of a block.
+    """
+    facts = (
+        ("class", lambda m: m.anatomy.model_class),
+        ("number of blocks", lambda m: m.n_blocks),
+        ("width", lambda m: m.anatomy.d_model),
+        ("vocabulary", lambda m: m.anatomy.vocab),
+    )
+    for what, of in facts:
+        if of(model) != of(other):
+            raise InputError(
+                f"{model.name} and {other.name} differ in their {what} ({of(model)}, {of(other)}): pass two "
+                "checkpoints of one architecture"
+            )
+    for number, (own, others) in enumerate(zip(model.blocks, other.blocks, strict=True)):
+        shapes, wanted = ({name: tuple(p.shape) for name, p in block.named_parameters()} for block in (others, own))
+        if shapes != wanted:
+            name = min(name for name in wanted.keys() | shapes.keys() if wanted.get(name) != shapes.get(name))
+            raise InputError(
+                f"block {number} of {model.name} and of {other.name} differ in {name} ({wanted.get(name)}, "
+                f"{shapes.get(name)}): pass two checkpoints of one architecture"
+            )
