@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tracer import hooks
-    from tracer.errors import HookError, InputError, ModelRefused, TracerError
+    from tracer.errors import HookError, InputError, ModelRefused, TracerError, TrainingStopped
     from tracer.evaluation import EvalResult, evaluate
     from tracer.freezing.plan import FreezePlan, plan
     from tracer.models.catalogue import fetch
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tracer.probes import Probe, ProbeSet, read_probes
     from tracer.results import TraceResult
     from tracer.tracing import trace
+    from tracer.training import CptResult, cpt
     from tracer.tuned_lens import TunedLens, train_tuned_lens
 
 _HOME = {
@@ -33,6 +34,7 @@ _HOME = {
     "InputError": "tracer.errors",
     "ModelRefused": "tracer.errors",
     "TracerError": "tracer.errors",
+    "TrainingStopped": "tracer.errors",
     "EvalResult": "tracer.evaluation",
     "evaluate": "tracer.evaluation",
     "FreezePlan": "tracer.freezing.plan",
@@ -50,9 +52,12 @@ _HOME = {
     "TunedLens": "tracer.tuned_lens",
     "train_tuned_lens": "tracer.tuned_lens",
     "trace": "tracer.tracing",
+    "CptResult": "tracer.training",
+    "cpt": "tracer.training",
 }
 
 __all__ = [
+    "CptResult",
     "EvalResult",
     "FreezePlan",
     "HookError",
@@ -65,7 +70,9 @@ __all__ = [
     "TraceResult",
     "TracedModel",
     "TracerError",
+    "TrainingStopped",
     "TunedLens",
+    "cpt",
     "evaluate",
     "fetch",
     "hooks",

@@ -365,7 +365,8 @@ def evaluate(model: str, suite: str | None, out: str | None, quiet: bool, **opti
 
 @cli.command()
 @click.argument("name", required=False)
-def zoo(name: str | None) -> None:
+@click.option("--text", "folder", help="Write texts of the invented world into this folder, to continue training on.")
+def zoo(name: str | None, folder: str | None) -> None:
     """List the small trained models that come with LayerTracer, or print the card of NAME.
 
     Each knows one invented world and nothing else, so that what it should answer is known exactly. They open offline.
@@ -375,9 +376,16 @@ def zoo(name: str | None) -> None:
       tracer zoo
       tracer zoo zoo/mamba2-8
       tracer trace zoo/mamba2-8 --out runs/mamba2
+      tracer zoo --text text
     """
     from tracer.zoo.shelf import listing, read_card
 
+    if folder is not None:
+        from tracer.zoo.texts import write_texts
+
+        for path, what in write_texts(Path(folder)).items():
+            click.echo(f"{path}: {what}")
+        return
     click.echo(listing() if name is None else str(read_card(name)))
 
 
@@ -423,6 +431,73 @@ def plan(run: str, figure: str | None, export: str | None, **options: Any) -> No
         click.echo(yaml.safe_dump(fields, sort_keys=False).rstrip())
     if figure is not None:
         made.plot().savefig(figure, dpi=200)
+
+
+@cli.command()
+@click.argument("recipe", required=False)
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Replace a top-level key of the recipe.")
+@click.option("--dry-run", is_flag=True, help="Check everything and print plan, price and texts; train nothing.")
+@click.option("--resume", is_flag=True, help="Go on from the last checkpoint in output_dir.")
+@click.option("--force", is_flag=True, help="Replace what an earlier training left in output_dir.")
+@click.option("--no-figures", is_flag=True, help="Write the numbers only.")
+@click.option("--example", is_flag=True, help="Print a commented recipe that runs as it is.")
+@click.option("--quiet", "-q", is_flag=True, help="No progress bars and no lines on the way.")
+def cpt(
+    recipe: str | None,
+    settings: tuple[str, ...],
+    dry_run: bool,
+    resume: bool,
+    force: bool,
+    no_figures: bool,
+    example: bool,
+    quiet: bool,
+) -> None:
+    """Continue the pre-training of a model under a freeze plan, as RECIPE (a YAML file) says.
+
+    The recipe names the model, the plan (a file of tracer plan, or a rule), texts, and any of transformers'
+    TrainingArguments under its own name. The result is a model folder with a card, the curve and the figure.
+
+    \b
+    Examples:
+      tracer cpt --example > recipe.yaml && tracer zoo --text text
+      tracer cpt recipe.yaml --dry-run
+      tracer cpt recipe.yaml
+      tracer cpt recipe.yaml --set learning_rate=3e-4 --set output_dir=runs/slower
+      tracer cpt recipe.yaml --resume
+      torchrun --nproc-per-node 2 -m tracer cpt recipe.yaml --set fsdp=true
+    """
+    if example:
+        click.echo(Path(__file__).with_name("training").joinpath("example.yaml").read_text(encoding="utf-8"), nl=False)
+        return
+    if recipe is None:
+        raise InputError("no recipe was named: pass a YAML file, or --example for one")
+    from accelerate import PartialState
+
+    from tracer.training import cpt as continue_training
+    from tracer.training.preparing import prepare
+    from tracer.training.recipe import read_recipe, yaml_value
+
+    bare = [setting for setting in settings if "=" not in setting]
+    if bare:
+        raise InputError(f"--set {bare[0]!r}: pass KEY=VALUE")
+    pairs = (setting.split("=", 1) for setting in settings)
+    read = read_recipe(recipe, {key: yaml_value(value) for key, value in pairs})
+    if dry_run:
+        click.echo(prepare(read, progress=not quiet).summary())
+        return
+    try:
+        result = continue_training(read, resume=resume, force=force, progress=not quiet)
+    except KeyboardInterrupt:
+        click.echo("\ntracer: interrupted; go on from the last checkpoint with --resume", err=True)
+        sys.exit(130)
+    if not PartialState().is_main_process:
+        return
+    click.echo(result.summary())
+    if not no_figures:
+        from tracer.plots import write_figures
+
+        write_figures({"training": result.plot}, result.folder / "figures", force=True)
+    click.echo(f"\nthe model lies in {result.folder}, its card is README.md")
 
 
 _LOAD_OPTIONS = ("dtype", "device", "device_map", "revision", "trust_remote_code", "backend", "blocks")

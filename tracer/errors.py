@@ -33,3 +33,7 @@ class ModelRefused(TracerError):
 
 class HookError(TracerError, RuntimeError):
     """Something that should have run inside the model did not, or ran more often than it should."""
+
+
+class TrainingStopped(TracerError, RuntimeError):
+    """A training that went wrong and was stopped; names the last good checkpoint."""

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from tracer.errors import InputError, one_of
-from tracer.freezing.rules import choose
+from tracer.freezing.rules import Choice, choose
 from tracer.models.parts import OUTER, Parts, parts_of
 from tracer.models.selfcheck import open_plain
 from tracer.models.traced import TRANSFORMER_LENS, TracedModel
@@ -61,7 +61,8 @@ class FreezePlan:
         head: likewise to the unembedding.
         model: of which model: `name`, `kind`, `fingerprint`, `class`, `tied`, and its `parts`, as `Parts.as_dict` gives
             them.
-        evidence: what the choice rests on: `run` (folder and digest of the trace), the rule's numbers, and `why`.
+        evidence: what the choice rests on: `run` (folder and digest of the trace, if one was asked), the rule's
+            numbers, and `why`.
         blocks: one row a block: `block`, `mixer`, `particles` (share of the answered probes whose particle it is),
             `jsd` (of the ablation that the evidence names, or the first of the trace), `decision`, `parameters`.
     """
@@ -175,7 +176,7 @@ class FreezePlan:
             {
                 "block": table["block"],
                 "mixer": table["mixer"],
-                "particles": [f"{share:.0%}" for share in table["particles"]],
+                "particles": ["" if pd.isna(share) else f"{share:.0%}" for share in table["particles"]],
                 "JSD": ["" if pd.isna(jsd) else f"{jsd:.3f}" for jsd in table["jsd"]],
                 "decision": table["decision"],
                 "parameters": [f"{number:,}" for number in table["parameters"]],
@@ -243,7 +244,7 @@ class FreezePlan:
 
 
 def plan(
-    run: TraceResult | str | os.PathLike[str],
+    run: TraceResult | TracedModel | str | os.PathLike[str],
     rule: str = "particle",
     *,
     ablation: str | None = None,
@@ -257,7 +258,7 @@ def plan(
     """Turn a trace into a freeze plan.
 
     Args:
-        run: a trace, or the folder that it is saved in.
+        run: a trace, or the folder that it is saved in; for the rules that ask none, also an opened model.
         rule: which blocks are trained: `particle` (those before the median task particle, as in *Freeze Deep, Train
             Shallow*, arXiv 2605.11416), `fragile:K` (the K most fragile), `robust:K` (all but the K least fragile),
             `update-stable:K` (all but the K that a perturbation of their weights moves least), `shallow:K`, `deep:K`,
@@ -281,12 +282,18 @@ def plan(
         >>> plan.train, plan.freeze
         ((0, 1), (2, 3))
     """
-    result = run if isinstance(run, TraceResult) else TraceResult.load(run)
-    folder = None if isinstance(run, TraceResult) else str(run)
-    parts = result.run["model"].get("parts")
+    traced = isinstance(run, TracedModel)
+    result = None if traced else run if isinstance(run, TraceResult) else TraceResult.load(run)  # type: ignore[arg-type]
+    if result is None:
+        assert isinstance(run, TracedModel)
+        model = run.describe() | {"fingerprint": run.fingerprint()}
+    else:
+        model = result.run["model"]
+    parts = model.get("parts")
     if parts is None:
         raise InputError(
-            f"the trace of {result.run['model']['name']} does not say which parameters its blocks have: trace again"
+            f"it is not known which parameters the blocks of {model['name']} have: "
+            + ("open it with backend='hooks'" if traced else "trace again")
         )
     outer = {"embeddings": embeddings, "norm": norm, "head": head}
     decisions = {name: one_of(f"decision on the {name}", value, get_args(Decision)) for name, value in outer.items()}
@@ -294,28 +301,13 @@ def plan(
     if tied and embeddings != head:
         raise InputError(
             f"embeddings={embeddings!r} and head={head!r} contradict each other: they are one tied tensor in "
-            f"{result.run['model']['name']}; decide alike on both"
+            f"{model['name']}; decide alike on both"
         )
-    choice = choose(result, rule, ablation)
-    n = len(result.blocks)
+    n = len(parts["blocks"])
+    choice = choose(n, result, rule, ablation)
     freeze = tuple(block for block in range(n) if block not in choice.train)
-    share = len(freeze) / n
-    if not allow_degenerate and rule != "full" and not FEWEST <= share <= 1 - FEWEST:
+    if not allow_degenerate and rule != "full" and not FEWEST <= len(freeze) / n <= 1 - FEWEST:
         raise InputError(_degenerate(result, rule, choice.why, len(freeze), n))
-    kind = choice.evidence.get("ablation", next(iter(result.ablations), None))
-    answered = int(result.probes["answered"].sum())
-    rows = [
-        {
-            "block": int(row["block"]),
-            "mixer": row["mixer"],
-            "particles": row["particles"] / answered if answered else 0.0,
-            "jsd": None if kind is None else row[f"jsd_{kind}"],
-            "decision": "train" if row["block"] in choice.train else "freeze",
-            "parameters": sum(parts["blocks"][int(row["block"])]["sizes"].values()),
-        }
-        for row in result.blocks.to_dict("records")
-    ]
-    model = result.run["model"]
     made = FreezePlan(
         rule,
         choice.train,
@@ -325,20 +317,23 @@ def plan(
             "name": model["name"],
             "kind": model["kind"],
             "fingerprint": model["fingerprint"],
+            "dtype": model["dtype"],
             "class": model["anatomy"]["model_class"],
             "tied": tied,
             "parts": parts,
         },
         evidence=plain_data(
             {
-                "run": {"folder": folder, "digest": _digest(result)},
-                "readout": result.run["readout"],
-                "probes": result.run["arguments"]["probes"],
+                "run": None
+                if result is None
+                else {"folder": None if isinstance(run, TraceResult) else str(run), "digest": _digest(result)},
+                "readout": None if result is None else result.run["readout"],
+                "probes": None if result is None else result.run["arguments"]["probes"],
                 **choice.evidence,
                 "why": list(choice.why),
             }
         ),
-        blocks=plain_data(rows),
+        blocks=plain_data(_rows(model, result, choice)),
     )
     if not made.train and "train" not in decisions.values():
         raise InputError(f"rule {rule!r} with embeddings, norm and head frozen trains nothing: train something")
@@ -347,9 +342,32 @@ def plan(
     return made
 
 
-def _degenerate(result: TraceResult, rule: str, why: Sequence[str], frozen: int, n: int) -> str:
+def _rows(model: Mapping[str, Any], result: TraceResult | None, choice: Choice) -> list[dict[str, Any]]:
+    """One row a block, with what the trace says about it."""
+    kind = None
+    answered = 0
+    if result is not None:
+        kind = choice.evidence.get("ablation", next(iter(result.ablations), None))
+        answered = int(result.probes["answered"].sum())
+    rows = []
+    for number, (call, part) in enumerate(zip(model["anatomy"]["blocks"], model["parts"]["blocks"], strict=True)):
+        traced = None if result is None else result.blocks.iloc[number]
+        rows.append(
+            {
+                "block": number,
+                "mixer": call["mixer"],
+                "particles": None if traced is None else traced["particles"] / answered if answered else 0.0,
+                "jsd": None if traced is None or kind is None else traced[f"jsd_{kind}"],
+                "decision": "train" if number in choice.train else "freeze",
+                "parameters": sum(part["sizes"].values()),
+            }
+        )
+    return rows
+
+
+def _degenerate(result: TraceResult | None, rule: str, why: Sequence[str], frozen: int, n: int) -> str:
     text = f"rule {rule!r} freezes {frozen} of {n} blocks ({'; '.join(why)})"
-    if rule == "particle" and frozen < FEWEST * n and result.run["readout"] == "logit":
+    if result is not None and rule == "particle" and frozen < FEWEST * n and result.run["readout"] == "logit":
         text += (
             "; the plain logit lens is the likely cause, since it sees late what earlier blocks write in directions "
             "that the unembedding does not read: trace with a tuned lens"

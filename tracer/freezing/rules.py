@@ -33,11 +33,12 @@ class Choice:
     why: tuple[str, ...]
 
 
-def choose(result: TraceResult, rule: str, ablation: str | None = None) -> Choice:
+def choose(n: int, result: TraceResult | None, rule: str, ablation: str | None = None) -> Choice:
     """The blocks that a rule trains.
 
     Args:
-        result: a trace of the model.
+        n: number of blocks.
+        result: a trace of the model; None for the rules that ask none.
         rule: `particle`, `full`, `fragile:K`, `robust:K`, `update-stable:K`, `shallow:K`, `deep:K`, `middle:K`,
             `random:K:SEED`, or blocks to train as `0-3,7`.
         ablation: for `fragile` and `robust`, which one of the trace counts; default its first one of whole blocks.
@@ -45,17 +46,20 @@ def choose(result: TraceResult, rule: str, ablation: str | None = None) -> Choic
     Raises:
         InputError: the rule is unknown, its numbers do not fit the model, or the trace does not carry it.
     """
-    n = len(result.blocks)
     name, *numbers = rule.strip().split(":")
-    if name in _RULES:
-        rule_of, takes = _RULES[name]
+    if name in RULE_NUMBERS:
+        takes = RULE_NUMBERS[name]
         values = [_number(rule, number) for number in numbers]
         if len(values) != len(takes):
             wanted = ":".join((name, *takes))
             raise InputError(f"rule {rule!r} takes {len(takes)} numbers: pass {wanted}")
         if takes and not 0 < values[0] <= n:
             raise InputError(f"rule {rule!r}: {values[0]} of {n} blocks; pass a number from 1 to {n}")
-        return rule_of(result, values, ablation)
+        if name in _PLACED:
+            return _PLACED[name](n, values)
+        if result is None:
+            raise InputError(f"rule {rule!r} needs a trace of the model: pass one, or a rule such as shallow:K")
+        return _TRACED[name](result, values, ablation)
     if rule[:1].isdigit():
         train = block_list(rule, n)
         return Choice(train, {}, ("the blocks to train were named",))
@@ -168,39 +172,48 @@ def _others(result: TraceResult, blocks: Sequence[int]) -> tuple[int, ...]:
     return tuple(block for block in range(len(result.blocks)) if block not in blocks)
 
 
-def _at(first: Callable[[int, int], int], words: str) -> Callable[[TraceResult, Sequence[int], str | None], Choice]:
+def _at(first: Callable[[int, int], int], words: str) -> Callable[[int, Sequence[int]], Choice]:
     """A rule that trains K neighbouring blocks from `first(n, K)` on, whatever the trace says."""
 
-    def rule(result: TraceResult, numbers: Sequence[int], _ablation: str | None) -> Choice:
-        start = first(len(result.blocks), numbers[0])
+    def rule(n: int, numbers: Sequence[int]) -> Choice:
+        start = first(n, numbers[0])
         train = tuple(range(start, start + numbers[0]))
-        return Choice(train, {}, (f"the {numbers[0]} {words} blocks are trained; the trace was not asked",))
+        return Choice(train, {}, (f"the {numbers[0]} {words} blocks are trained; no trace was asked",))
 
     return rule
 
 
-def _random(result: TraceResult, numbers: Sequence[int], _ablation: str | None) -> Choice:
+def _random(n: int, numbers: Sequence[int]) -> Choice:
     number, seed = numbers
-    chosen = rng(seed, "freeze plan").permutation(len(result.blocks))[:number]
-    why = f"{number} blocks drawn with seed {seed} are trained; the trace was not asked"
+    chosen = rng(seed, "freeze plan").permutation(n)[:number]
+    why = f"{number} blocks drawn with seed {seed} are trained; no trace was asked"
     return Choice(tuple(sorted(int(block) for block in chosen)), {"seed": seed}, (why,))
 
 
-def _full(result: TraceResult, _numbers: Sequence[int], _ablation: str | None) -> Choice:
-    return Choice(tuple(range(len(result.blocks))), {}, ("all blocks are trained",))
+def _full(n: int, _numbers: Sequence[int]) -> Choice:
+    return Choice(tuple(range(n)), {}, ("all blocks are trained",))
 
 
-_RULES: dict[str, tuple[Callable[[TraceResult, Sequence[int], str | None], Choice], tuple[str, ...]]] = {
-    "particle": (_particle, ()),
-    "full": (_full, ()),
-    "fragile": (_fragile, ("K",)),
-    "robust": (_robust, ("K",)),
-    "update-stable": (_update_stable, ("K",)),
-    "shallow": (_at(lambda n, k: 0, "shallowest"), ("K",)),
-    "deep": (_at(lambda n, k: n - k, "deepest"), ("K",)),
-    "middle": (_at(lambda n, k: (n - k) // 2, "middle"), ("K",)),
-    "random": (_random, ("K", "SEED")),
+_TRACED: dict[str, Callable[[TraceResult, Sequence[int], str | None], Choice]] = {
+    "particle": _particle,
+    "fragile": _fragile,
+    "robust": _robust,
+    "update-stable": _update_stable,
 }
+_PLACED: dict[str, Callable[[int, Sequence[int]], Choice]] = {
+    "full": _full,
+    "shallow": _at(lambda n, k: 0, "shallowest"),
+    "deep": _at(lambda n, k: n - k, "deepest"),
+    "middle": _at(lambda n, k: (n - k) // 2, "middle"),
+    "random": _random,
+}
+RULE_NUMBERS: dict[str, tuple[str, ...]] = {
+    "particle": (),
+    "full": (),
+    **dict.fromkeys(("fragile", "robust", "update-stable", "shallow", "deep", "middle"), ("K",)),
+    "random": ("K", "SEED"),
+}
+"""The numbers that each rule takes."""
 
-RULES: tuple[str, ...] = tuple(":".join((name, *takes)) for name, (_, takes) in _RULES.items())
+RULES: tuple[str, ...] = tuple(":".join((name, *takes)) for name, takes in RULE_NUMBERS.items())
 """What rules look like."""

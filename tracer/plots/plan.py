@@ -44,8 +44,10 @@ def draw_plan(plan: "FreezePlan") -> Figure:
                 f"Freeze plan {plain(plan.rule)} for {name}: {'; '.join(plan.evidence['why'])}",
                 f"{counts['trained'] / counts['total']:.1%} of {counts['total']:,} parameters are trained; embeddings "
                 f"{plan.embeddings}, norm {plan.norm}, head {plan.head}",
-                f"Particles of the answered probes ({plain(plan.evidence['probes'])}, {plan.evidence['readout']} lens) "
-                "and mean divergence under the ablation",
+                "No trace was asked"
+                if plan.evidence["probes"] is None
+                else f"Particles of the answered probes ({plain(plan.evidence['probes'])}, {plan.evidence['readout']} "
+                "lens) and mean divergence under the ablation",
             ],
         )
     return figure

@@ -1,0 +1,237 @@
+"""The verb `cpt`: continued pre-training of a model by a recipe."""
+
+import math
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from accelerate import PartialState
+from safetensors import SafetensorError
+from transformers import PrinterCallback, ProgressCallback, set_seed
+
+from tracer.errors import InputError, TrainingStopped
+from tracer.freezing.plan import Applied
+from tracer.models.cache import one_line
+from tracer.models.checkpoint import transformers_output
+from tracer.models.loading import text_config
+from tracer.models.traced import TracedModel
+from tracer.results import plain_data
+from tracer.runs import versions
+from tracer.training.callbacks import Divergence, Gradients, Measured, Progress, Retracing, read_retraces
+from tracer.training.checkpoints import checkpoint_fault, checkpoints, last_checkpoint
+from tracer.training.frozen import frozen_digests
+from tracer.training.output import TRACES, begin, check_output, recipe_data, save_model
+from tracer.training.packing import Collate, TextCount
+from tracer.training.preparing import Prepared, prepare, tokenizer_of
+from tracer.training.recipe import Recipe, read_recipe
+from tracer.training.results import CptResult, curve_of
+from tracer.training.trainer import PlannedTrainer, perplexity
+
+
+def cpt(
+    recipe: str | Path | Mapping[str, Any] | Recipe,
+    *,
+    resume: bool = False,
+    force: bool = False,
+    progress: bool = True,
+) -> CptResult:
+    """Continue the pre-training of a model under a freeze plan.
+
+    Under `torchrun` or `accelerate launch` every process calls it; one of them writes.
+
+    Args:
+        recipe: a YAML file, what it holds, or a recipe that is read already.
+        resume: go on from the last checkpoint in the output folder; from the start where there is none.
+        force: replace what an earlier training left in the output folder.
+        progress: show progress bars and a line per log.
+
+    Returns:
+        The result; the model lies in the recipe's `output_dir`.
+
+    Raises:
+        InputError: the recipe, the plan, a text or the folder cannot be used; no model has been written.
+        ModelRefused: the model's blocks cannot be found exactly.
+        TrainingStopped: the loss is not a number or diverges, a trained parameter gets no gradient, or a frozen one
+            has changed; names the last good checkpoint.
+
+    Example:
+        >>> import tracer
+        >>> result = tracer.cpt("recipe.yaml")  # doctest: +SKIP
+        >>> print(result.summary())  # doctest: +SKIP
+    """
+    read = recipe if isinstance(recipe, Recipe) else read_recipe(recipe)
+    state = PartialState()
+    shown = progress and state.is_main_process
+    folder = read.output_dir
+    check_output(folder, resume=resume, force=force)
+    checkpoint = last_checkpoint(folder) if resume else None
+    ready = prepare(read, progress=shown)
+    if shown:
+        print(ready.summary(), end="\n\n", file=sys.stderr)
+    frozen = frozen_digests(ready.model.model, ready.plan.trained_names())
+    applied = ready.plan.apply(ready.model)
+    state.wait_for_everyone()  # every process has looked at the folder before one writes into it
+    if state.is_main_process:
+        begin(folder, read, ready.plan, resume=resume)
+    state.wait_for_everyone()
+    trainer, watches = _trainer(ready, resumed=checkpoint is not None)
+    with transformers_output(False):  # it draws a bar for every file that it writes
+        began = time.perf_counter()
+        with _without_cache(ready.model):
+            _train(trainer, watches, folder, checkpoint)
+        seconds = time.perf_counter() - began
+        notes = (f"the first gradient of {name} was zero throughout" for name in watches.gradients.zero)
+        result = _result(ready, trainer, applied, len(frozen), seconds, [*ready.notes, *notes])
+        save_model(trainer, tokenizer_of(ready.model), read, frozen, result)
+    return result
+
+
+@dataclass(frozen=True)
+class _Watches:
+    """The callbacks that are asked afterwards."""
+
+    gradients: Gradients
+    divergence: Divergence
+
+
+def _trainer(ready: Prepared, *, resumed: bool) -> tuple[PlannedTrainer, _Watches]:
+    recipe, texts, arguments = ready.recipe, ready.texts, ready.arguments
+    set_seed(arguments.seed)
+    if resumed:
+        arguments.eval_on_start = False
+    watches = _Watches(Gradients(bool(arguments.fp16)), Divergence(recipe.max_loss_rise))
+    per_token = {name: count.bytes_per_token for name, count in texts.measured_counts.items()}
+    callbacks: list[Any] = [Measured(texts.bytes_per_token, per_token), watches.gradients, watches.divergence]
+    if recipe.retrace is not None:
+        callbacks.append(Retracing(ready.model, recipe.retrace, recipe.output_dir / TRACES))
+    tokenizer = tokenizer_of(ready.model)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    trainer = PlannedTrainer(
+        ready.model.model,
+        arguments,
+        Collate(int(pad)),
+        train_dataset=texts.train,
+        eval_dataset=dict(texts.measured) or None,
+        callbacks=callbacks,
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.remove_callback(ProgressCallback)
+    if not arguments.disable_tqdm:
+        trainer.add_callback(Progress())
+    return trainer, watches
+
+
+def _train(trainer: PlannedTrainer, watches: _Watches, folder: Path, checkpoint: Path | None) -> None:
+    try:
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        if trainer.eval_dataset is not None and not _measured_at(trainer.state.log_history, trainer.state.global_step):
+            trainer.evaluate()
+    except TrainingStopped as error:
+        good = watches.divergence.good or checkpoint
+        named = f"the last good checkpoint is {str(good)!r}" if good else "no checkpoint was written before"
+        raise TrainingStopped(f"{error}; {named}") from error
+    except (OSError, SafetensorError) as error:
+        _remove_unfinished(folder)
+        last = checkpoints(folder)
+        kept = f"{last[-1].name} is kept: free space and pass --resume" if last else "free space and begin anew"
+        raise InputError(f"a checkpoint cannot be written to {str(folder)!r}: {one_line(error)}; {kept}") from error
+    except torch.OutOfMemoryError as error:
+        raise InputError(
+            "a step does not fit into the memory of the device: pass a smaller per_device_train_batch_size or "
+            "block_size, or gradient_checkpointing: true"
+        ) from error
+
+
+def _result(
+    ready: Prepared, trainer: PlannedTrainer, applied: Applied, frozen_tensors: int, seconds: float, notes: list[str]
+) -> CptResult:
+    recipe, plan, texts, prices, state = ready.recipe, ready.plan, ready.texts, ready.prices, trainer.state
+    curve = curve_of(state.log_history, list(texts.measured))
+    tokens = int(state.num_input_tokens_seen)
+    measured = {
+        name: {
+            "before": _measures(curve.loc[curve["step"] == 0, f"{name}_loss"], count),
+            "after": _measures(curve.loc[curve["step"] == state.global_step, f"{name}_loss"], count),
+        }
+        for name, count in texts.measured_counts.items()
+    }
+    run = {
+        "recipe": recipe_data(recipe),
+        "plan": {
+            **{key: getattr(plan, key) for key in ("rule", "train", "freeze", "embeddings", "norm", "head")},
+            "model": {key: plan.model[key] for key in ("name", "fingerprint", "class")},
+            "why": plan.evidence["why"],
+        },
+        "counts": {"trained": applied.n_trained, "frozen": applied.n_frozen, "frozen_tensors": frozen_tensors},
+        "price": None
+        if prices is None
+        else {"plan": asdict(prices.plan), "full": asdict(prices.full), "time_ratio": prices.time_ratio},
+        "texts": {name: asdict(count) for name, count in texts.counts.items()},
+        "shares": dict(texts.shares),
+        "measured_texts": {name: asdict(count) for name, count in texts.measured_counts.items()},
+        "measured": measured,
+        "steps": state.global_step,
+        "tokens": tokens,
+        "bytes": round(tokens * texts.bytes_per_token),
+        "seconds": seconds,
+        "peak_memory_bytes": _peak_memory(),
+        "processes": PartialState().num_processes,
+        "device": str(trainer.args.device),
+        "retraces": read_retraces(recipe.output_dir / TRACES),
+        "versions": versions(),
+        "notes": notes,
+    }
+    return CptResult(plain_data(run), curve, recipe.output_dir)
+
+
+@contextmanager
+def _without_cache(model: TracedModel) -> Iterator[None]:
+    """No cache of keys and values while the model is trained, which nobody would read."""
+    config = text_config(model.model.config)
+    before = getattr(config, "use_cache", None)
+    if before is not None:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        if before is not None:
+            config.use_cache = before
+
+
+def _measures(losses: pd.Series, count: TextCount) -> dict[str, float] | None:
+    """The measures of a text at one step; None where it was not measured there."""
+    if losses.dropna().empty:
+        return None
+    loss = float(losses.dropna().iloc[0])
+    return {
+        "loss": loss,
+        "perplexity": perplexity(loss),
+        "bits_per_byte": loss / math.log(2) / count.bytes_per_token,
+    }
+
+
+def _measured_at(history: list[dict[str, Any]], step: int) -> bool:
+    return any(entry["step"] == step and any(key.startswith("eval_") for key in entry) for entry in history)
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """Delete the checkpoint that was being written."""
+    with suppress(InputError, IndexError):
+        last = checkpoints(folder)[-1]
+        if checkpoint_fault(last) is not None:
+            shutil.rmtree(last, ignore_errors=True)
+
+
+def _peak_memory() -> int:
+    """Most memory held so far: of the accelerator where there is one, else of the process."""
+    if torch.cuda.is_available():
+        return int(torch.cuda.max_memory_allocated())
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

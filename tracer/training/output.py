@@ -1,0 +1,248 @@
+"""The folder that a training leaves: a normal model folder with a model card, written whole or not at all."""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from accelerate import PartialState
+from huggingface_hub import ModelCard, ModelCardData
+from safetensors import SafetensorError
+from transformers import PreTrainedTokenizerBase, Trainer
+
+from tracer.errors import InputError, TrainingStopped
+from tracer.freezing.plan import FreezePlan
+from tracer.models.cache import one_line
+from tracer.models.checkpoint import transformers_output
+from tracer.models.loading import open_model
+from tracer.results import WRITING, plain_data
+from tracer.training.checkpoints import checkpoints
+from tracer.training.frozen import check_unchanged
+from tracer.training.recipe import Recipe
+from tracer.training.results import CptResult, summary_of
+
+BEGUN, PLAN, RECIPE, TRACES = "begun.json", "plan.json", "recipe.yaml", "traces"
+"""What a training writes before its first step, to know itself again; and the folder of the traces on the way."""
+
+
+def check_output(folder: Path, *, resume: bool, force: bool) -> None:
+    """Raise InputError where a training cannot write, or would overwrite something; nothing is changed."""
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise InputError(f"output_dir {str(folder)!r} is a file: pass a folder that does not exist yet")
+    holds = sorted(path.name for path in folder.iterdir())
+    if not holds:
+        return
+    if BEGUN not in holds:
+        raise InputError(f"output_dir {str(folder)!r} holds other files ({holds[0]}): pass a folder of its own")
+    if not (force or resume):
+        state = "a finished training" if "config.json" in holds else "an interrupted training"
+        raise InputError(f"output_dir {str(folder)!r} holds {state}: pass --resume, --force, or another folder")
+
+
+def begin(folder: Path, recipe: Recipe, plan: FreezePlan, *, resume: bool) -> None:
+    """Write down what is about to be trained; where a training goes on, compare it with what was written.
+
+    Args:
+        folder: the output folder.
+        recipe: of the training.
+        plan: likewise.
+        resume: whether it goes on.
+
+    Raises:
+        InputError: it goes on with another recipe, plan or model, or the folder cannot be written.
+    """
+    says = json.loads(
+        json.dumps(
+            {
+                "model": plan.model["fingerprint"],
+                "plan": {key: getattr(plan, key) for key in ("train", "freeze", "embeddings", "norm", "head")},
+                # The plan's file may have moved; what it says is compared.
+                "recipe": plain_data({key: value for key, value in recipe.binding().items() if key != "plan"}),
+            }
+        )
+    )
+    try:
+        if resume and (folder / BEGUN).is_file():
+            _check_same(json.loads((folder / BEGUN).read_text(encoding="utf-8")), says, folder)
+            return
+        if folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
+        plan.save(folder / PLAN)
+        (folder / RECIPE).write_text(yaml.safe_dump(recipe_data(recipe), sort_keys=False, allow_unicode=True), "utf-8")
+        (folder / BEGUN).write_text(json.dumps(says, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"output_dir {str(folder)!r} cannot be written: {error.strerror or error}") from error
+    except ValueError as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{str(folder / BEGUN)!r} is damaged: pass --force to begin anew") from error
+
+
+def _check_same(earlier: Mapping[str, Any], says: Mapping[str, Any], folder: Path) -> None:
+    for part, words in (("model", "another model"), ("plan", "another plan")):
+        if earlier.get(part) != says[part]:
+            raise InputError(f"{str(folder)!r} was begun with {words}: resume with the same, or pass --force")
+    before, now = earlier.get("recipe", {}), says["recipe"]
+    changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+    if changed:
+        key = changed[0]
+        raise InputError(
+            f"{str(folder)!r} was begun with {key}: {before.get(key)!r}, not {now.get(key)!r}: resume with the same, "
+            "or pass --force"
+        )
+
+
+def recipe_data(recipe: Recipe) -> dict[str, Any]:
+    """A recipe as the YAML file that says the same; keys that hold their default are left out."""
+
+    def plain(value: Any) -> dict[str, Any]:
+        found = {}
+        for item in fields(value):
+            default = item.default if item.default_factory is MISSING else item.default_factory()
+            own = getattr(value, item.name)
+            if own != default:
+                found[item.name] = own
+        return found
+
+    data = plain(recipe)
+    arguments = data.pop("arguments")
+    for name in ("text", "evaluate"):
+        if name in data:
+            data[name] = {key: plain(source) for key, source in data[name].items()}
+    if "retrace" in data:
+        data["retrace"] = plain(recipe.retrace)
+    return {**{k: dict(v) if isinstance(v, Mapping) else v for k, v in data.items()}, **arguments}
+
+
+def save_model(
+    trainer: Trainer,
+    tokenizer: PreTrainedTokenizerBase,
+    recipe: Recipe,
+    frozen: Mapping[str, str],
+    result: CptResult,
+) -> None:
+    """Write the trained model and all about it, after reading it back and comparing it.
+
+    Called by every process of a training; one of them writes.
+
+    Args:
+        trainer: after its training.
+        tokenizer: goes with the model.
+        recipe: of the training.
+        frozen: digests of the frozen tensors before it.
+        result: of the training.
+
+    Raises:
+        TrainingStopped: a frozen tensor has changed, or what was written is not what was trained.
+        InputError: the disk is full.
+    """
+    folder = recipe.output_dir
+    staging = folder / WRITING
+    try:
+        trainer.save_model(str(staging), _internal_call=True)
+        if PartialState().is_main_process:
+            (staging / "training_args.bin").unlink(missing_ok=True)  # a pickle, which no reader should need
+            tokenizer.save_pretrained(staging)
+            _compare(trainer, staging, recipe, frozen)
+            for name, content in result.contents().items():
+                (staging / name).write_bytes(content)
+            card(result, recipe).save(staging / "README.md")
+            names = sorted(path.name for path in staging.iterdir())
+            for name in sorted(names, key=lambda name: name == "config.json"):  # without it there is no model
+                os.replace(staging / name, folder / name)
+    except (OSError, SafetensorError) as error:
+        last = checkpoints(folder)
+        kept = f"; {last[-1].name} is kept, free space and pass --resume" if last else ""
+        raise InputError(f"the model cannot be written to {str(folder)!r}: {one_line(error)}{kept}") from error
+    finally:
+        PartialState().wait_for_everyone()
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _compare(trainer: Trainer, staging: Path, recipe: Recipe, frozen: Mapping[str, str]) -> None:
+    with transformers_output(False):
+        read = open_model(
+            Path(staging), dtype=recipe.dtype, trust_remote_code=recipe.trust_remote_code, progress=False
+        ).model
+    check_unchanged(frozen, read)
+    if trainer.is_fsdp_enabled:
+        return  # this process holds a part of each tensor only
+    state = read.state_dict()
+    own = trainer.accelerator.unwrap_model(trainer.model).state_dict()
+    wrong = [name for name in own.keys() | state.keys() if not _same(own.get(name), state.get(name))]
+    if wrong:
+        raise TrainingStopped(f"{len(wrong)} tensors were written otherwise than trained ({sorted(wrong)[0]})")
+
+
+def _same(x: torch.Tensor | None, y: torch.Tensor | None) -> bool:
+    return x is not None and y is not None and torch.equal(x.detach().cpu(), y.detach().cpu())
+
+
+def card(result: CptResult, recipe: Recipe) -> ModelCard:
+    """The model card: base model, plan, data, recipe and results."""
+    run = result.run
+    texts = [
+        f"| {name} | {recipe.text[name].name} | {_number(count['documents'])} | {_number(count['tokens'])} | "
+        f"{_number(count['dropped'])} | {share:.1%} |"
+        for name, count, share in ((name, run["texts"][name], run["shares"][name]) for name in recipe.text)
+    ]
+    body = "\n".join(
+        [
+            f"# {recipe.output_dir.name}",
+            "",
+            f"[{recipe.model}]({_link(recipe.model)}) after continued pre-training with LayerTracer."
+            if _link(recipe.model)
+            else f"`{recipe.model}` after continued pre-training with LayerTracer.",
+            "",
+            "```text",
+            summary_of(run),
+            "```",
+            "",
+            "Perplexities are per token, over texts that were not trained on; one training, so that they say nothing "
+            "of how another seed would do.",
+            "",
+            "## Plan",
+            "",
+            *(f"- {why}" for why in run["plan"]["why"]),
+            "",
+            "## Text",
+            "",
+            "| name | source | documents | tokens | dropped | share of windows |",
+            "| --- | --- | --- | --- | --- | --- |",
+            *texts,
+            "",
+            f"Packing `{recipe.packing}`, windows of {recipe.block_size} tokens.",
+            "",
+            "## Recipe",
+            "",
+            "```yaml",
+            yaml.safe_dump(recipe_data(recipe), sort_keys=False, allow_unicode=True).rstrip(),
+            "```",
+            "",
+        ]
+    )
+    data = ModelCardData(
+        base_model=recipe.model if _link(recipe.model) else None,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["continued-pretraining", "layertracer"],
+    )
+    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}")
+
+
+def _link(model: str) -> str | None:
+    """Where a model of the hub is; None for one that is not from there."""
+    named = model.count("/") == 1 and not model.startswith((".", "/", "~", "zoo/")) and not Path(model).exists()
+    return f"https://huggingface.co/{model}" if named else None
+
+
+def _number(number: int | None) -> str:
+    return "streamed" if number is None else f"{number:,}"

@@ -1,0 +1,251 @@
+"""From documents to the windows of tokens that a model is trained on."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import datasets
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tracer.errors import InputError
+from tracer.models.plain import evaluating
+from tracer.training.recipe import Packing
+from tracer.training.sources import Documents
+
+IGNORED = -100
+"""The label of a position that is not learned from."""
+
+AT_ONCE = 256
+"""Documents that are tokenized together."""
+
+SAMPLE = 512
+"""Documents of a streamed text by which its bytes a token are told."""
+
+LEAK = 1e-3
+"""Largest difference in log-probability by which a document that should not be seen may move a prediction."""
+
+
+@dataclass(frozen=True)
+class TextCount:
+    """What became of a text.
+
+    Attributes:
+        documents: number of documents; None of a streamed text.
+        bytes: their bytes in UTF-8; None of a streamed text.
+        tokens: their tokens, end-of-text tokens included; None of a streamed text.
+        windows: windows that they were cut into; None of a streamed text.
+        dropped: tokens at the end that filled no window; None of a streamed text.
+        bytes_per_token: bytes a token, of a streamed text in its first documents.
+    """
+
+    documents: int | None
+    bytes: int | None
+    tokens: int | None
+    windows: int | None
+    dropped: int | None
+    bytes_per_token: float
+
+
+class Cutter:
+    """Cuts documents into windows.
+
+    Args:
+        tokenizer: of the model.
+        block_size: tokens of a window.
+        packing: see `tracer.training.recipe.PACKINGS`.
+
+    Raises:
+        InputError: the tokenizer has no token that ends a document.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, block_size: int, packing: Packing):
+        if tokenizer.eos_token_id is None:
+            raise InputError("the tokenizer has no end-of-text token, so that documents cannot be told apart: set one")
+        self.tokenizer = tokenizer
+        self.end = int(tokenizer.eos_token_id)
+        self.block_size = block_size
+        self.packing = packing
+
+    def tokens(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of documents as the tokenizer makes them, each with one end-of-text token.
+
+        Where the tokenizer puts that token in front of a document by itself, it is not put behind it as well.
+        """
+        found = []
+        for ids in self.tokenizer(list(texts), verbose=False)["input_ids"]:
+            marked = ids and self.end in (ids[0], ids[-1])
+            found.append(ids if marked else [*ids, self.end])
+        return found
+
+    def windows(self, documents: Iterable[Sequence[int]]) -> Iterator[dict[str, list[int]]]:
+        """Windows with `input_ids`, `labels`, and for isolated documents `position_ids`.
+
+        With packing `none`, windows are as long as what is left of the document; else all are of `block_size`, and
+        what does not fill the last one is dropped.
+        """
+        if self.packing == "none":
+            for ids in documents:
+                for start in range(0, len(ids), self.block_size):
+                    piece = list(ids[start : start + self.block_size])
+                    if len(piece) > 1:  # one token predicts nothing
+                        yield {"input_ids": piece, "labels": piece}
+            return
+        ids_left: list[int] = []
+        places_left: list[int] = []
+        for ids in documents:
+            ids_left += ids
+            places_left += range(len(ids))
+            while len(ids_left) >= self.block_size:
+                window, ids_left = ids_left[: self.block_size], ids_left[self.block_size :]
+                places, places_left = places_left[: self.block_size], places_left[self.block_size :]
+                yield self._packed(window, places)
+
+    def _packed(self, ids: list[int], places: list[int]) -> dict[str, list[int]]:
+        if self.packing == "packed":
+            return {"input_ids": ids, "labels": ids}
+        # A document that began before the window begins anew in it; the first token of one is not predicted.
+        start, positions = 0, []
+        for index, place in enumerate(places):
+            if place == 0:
+                start = index
+            positions.append(index - start)
+        labels = [IGNORED if position == 0 else token for token, position in zip(ids, positions, strict=True)]
+        return {"input_ids": ids, "labels": labels, "position_ids": positions}
+
+    def cut(self, documents: datasets.Dataset, name: str) -> tuple[datasets.Dataset, TextCount]:
+        """All windows of a text, and what became of it.
+
+        Raises:
+            InputError: it fills no window.
+        """
+        counted = {"bytes": 0, "tokens": 0}
+
+        def of(rows: datasets.Dataset) -> Iterator[list[int]]:
+            for start in range(0, len(rows), AT_ONCE):
+                texts = rows[start : start + AT_ONCE]["text"]
+                counted["bytes"] += sum(len(text.encode()) for text in texts)
+                for ids in self.tokens(texts):
+                    counted["tokens"] += len(ids)
+                    yield ids
+
+        windows = list(self.windows(of(documents)))
+        kept = sum(len(window["input_ids"]) for window in windows)
+        if not windows:
+            raise InputError(
+                f"text {name!r} has {counted['tokens']} tokens, which fill no window of {self.block_size}: pass more "
+                "text or a smaller block_size"
+            )
+        count = TextCount(
+            len(documents),
+            **counted,
+            windows=len(windows),
+            dropped=counted["tokens"] - kept,
+            bytes_per_token=counted["bytes"] / counted["tokens"],
+        )
+        return _dataset(windows), count
+
+    def cut_evenly(self, documents: datasets.Dataset, name: str) -> tuple[datasets.Dataset, TextCount]:
+        """As `cut`, into windows of one length at most `block_size`, for texts that are measured.
+
+        Equal windows make the mean over windows the mean over tokens, and hardly a token is dropped.
+
+        Raises:
+            InputError: it has fewer than two tokens.
+        """
+        total = sum(map(len, self.tokens(documents["text"][:])))
+        number = -(-total // self.block_size)
+        length = total // number
+        if length < 2:
+            raise InputError(f"text {name!r} has {total} tokens: pass more text to measure")
+        packing: Packing = "packed" if self.packing == "none" else self.packing
+        return Cutter(self.tokenizer, length, packing).cut(documents, name)
+
+    def stream(self, documents: datasets.IterableDataset) -> tuple[datasets.IterableDataset, TextCount]:
+        """Windows of a text that is read as it is needed."""
+
+        def generated() -> Iterator[dict[str, list[int]]]:
+            yield from self.windows(ids for row in documents for ids in self.tokens([row["text"]]))
+
+        texts = [row["text"] for row in documents.take(SAMPLE)]
+        tokens = sum(map(len, self.tokens(texts))) if texts else 0
+        if not tokens:
+            raise InputError("a streamed text is empty: pass a text with words in it")
+        share = sum(len(text.encode()) for text in texts) / tokens
+        return datasets.IterableDataset.from_generator(generated), TextCount(None, None, None, None, None, share)
+
+
+def _dataset(windows: Sequence[Mapping[str, list[int]]]) -> datasets.Dataset:
+    return datasets.Dataset.from_list([dict(window) for window in windows])
+
+
+def mixed(parts: Mapping[str, tuple[Documents, float]], seed: int) -> Documents:
+    """Windows of several texts, drawn by weight; every window of each comes up before one text comes to its end.
+
+    Args:
+        parts: windows and weight of each text.
+        seed: of the drawing.
+    """
+    windows = [part for part, _ in parts.values()]
+    if len(windows) == 1:
+        return windows[0]
+    if len({isinstance(part, datasets.Dataset) for part in windows}) > 1:
+        windows = [p.to_iterable_dataset() if isinstance(p, datasets.Dataset) else p for p in windows]
+    total = sum(weight for _, weight in parts.values())
+    shares = [weight / total for _, weight in parts.values()]
+    return datasets.interleave_datasets(windows, probabilities=shares, seed=seed, stopping_strategy="all_exhausted")
+
+
+class Collate:
+    """Puts windows into a batch, `[batch, pos]`; shorter ones are padded on the right and masked.
+
+    Args:
+        pad: the token to pad with, which is not learned from.
+    """
+
+    def __init__(self, pad: int):
+        self.pad = pad
+
+    def __call__(self, windows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """The batch of some windows."""
+        longest = max(len(window["input_ids"]) for window in windows)
+        fill = {"input_ids": self.pad, "labels": IGNORED, "position_ids": 0}
+        batch = {
+            key: torch.tensor(
+                [[*window[key], *[fill[key]] * (longest - len(window[key]))] for window in windows], dtype=torch.int64
+            )
+            for key in windows[0]
+        }
+        lengths = [len(window["input_ids"]) for window in windows]
+        if min(lengths) < longest:
+            batch["attention_mask"] = (torch.arange(longest) < torch.tensor(lengths)[:, None]).long()
+        return batch
+
+
+def isolation_gap(model: PreTrainedModel, vocab: int) -> float:
+    """By how much a prediction in a packed document depends on the document before it.
+
+    Two documents of random tokens run packed, with positions that begin anew, and the second one alone.
+
+    Args:
+        model: in float32.
+        vocab: number of tokens to draw from.
+
+    Returns:
+        The largest difference in log-probability, of any token after any position; infinite where the model takes no
+        positions.
+    """
+    generator = torch.Generator().manual_seed(0)
+    before, alone = (torch.randint(0, vocab, (2, n), generator=generator).to(model.device) for n in (7, 6))
+    positions = torch.cat([torch.arange(7), torch.arange(6)]).expand(2, -1).to(model.device)
+    with evaluating(model):
+        try:
+            packed = model(input_ids=torch.cat([before, alone], dim=1), position_ids=positions, use_cache=False).logits[
+                :, 7:
+            ]
+        except (TypeError, ValueError):
+            return float("inf")
+        own = model(input_ids=alone, use_cache=False).logits
+    gap: float = (packed.double().log_softmax(-1) - own.double().log_softmax(-1)).abs().max().item()
+    return gap

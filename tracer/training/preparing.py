@@ -1,0 +1,281 @@
+"""All that comes before the first step of a training: texts, model, plan, price and settings, checked."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import datasets
+import torch
+from transformers import TrainingArguments
+
+from tracer.errors import InputError
+from tracer.freezing.cost import Prices, price
+from tracer.freezing.plan import FreezePlan
+from tracer.freezing.plan import plan as make_plan
+from tracer.models.cache import one_line
+from tracer.models.traced import TracedModel, load
+from tracer.training.packing import LEAK, Cutter, TextCount, isolation_gap, mixed
+from tracer.training.recipe import Recipe
+from tracer.training.sources import Documents, open_documents, split_documents
+
+SHUFFLED = 1000
+"""Documents of a streamed text among which the next one is drawn."""
+
+
+@dataclass(frozen=True)
+class Texts:
+    """The texts of a training, cut into windows.
+
+    Attributes:
+        train: windows to train on.
+        measured: windows of each text that is measured.
+        counts: what became of each text that is trained on.
+        measured_counts: likewise of each that is measured.
+        shares: share of the windows that each text gives.
+    """
+
+    train: Documents
+    measured: Mapping[str, datasets.Dataset]
+    counts: Mapping[str, TextCount]
+    measured_counts: Mapping[str, TextCount]
+    shares: Mapping[str, float]
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Of what is trained on."""
+        return sum(self.shares[name] * count.bytes_per_token for name, count in self.counts.items())
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A training that could begin.
+
+    Attributes:
+        recipe: what it was made from.
+        model: the opened model, to which the plan is not applied yet.
+        plan: which parts are trained.
+        texts: what it is trained on and measured by.
+        prices: what a step costs; None where it cannot be counted.
+        arguments: the Trainer's settings.
+        notes: what a reader of the result should know.
+    """
+
+    recipe: Recipe
+    model: TracedModel
+    plan: FreezePlan
+    texts: Texts
+    prices: Prices | None
+    arguments: TrainingArguments
+    notes: tuple[str, ...]
+
+    def summary(self) -> str:
+        """The plan, its price and the texts, as text for a terminal."""
+        parts = [self.plan.summary()]
+        if self.prices is not None:
+            parts.append(self.prices.summary())
+        lines = []
+        for name, count in self.texts.counts.items():
+            share = f"{self.texts.shares[name]:.0%} of the windows drawn"
+            if count.tokens is None:
+                lines.append(f"text {name}: streamed, {share}")
+            else:
+                lines.append(
+                    f"text {name}: {count.documents:,} documents, {count.tokens:,} tokens in {count.windows:,} "
+                    f"windows, {count.dropped:,} tokens dropped, {share}"
+                )
+        for name, count in self.texts.measured_counts.items():
+            lines.append(f"measured {name}: {count.documents:,} documents, {count.tokens:,} tokens")
+        return "\n\n".join([*parts, "\n".join(lines), *(f"! {note}" for note in self.notes)])
+
+
+def prepare(recipe: Recipe, *, progress: bool) -> Prepared:
+    """Open and check everything that a recipe names; nothing is written.
+
+    Raises:
+        InputError: the plan, a text, or a setting cannot be used.
+        ModelRefused: the model's blocks cannot be found exactly.
+    """
+    return _Preparation(recipe, progress).prepared()
+
+
+def tokenizer_of(model: TracedModel) -> Any:
+    """The tokenizer of a model, which text needs.
+
+    Raises:
+        InputError: it has none.
+    """
+    if model.tokenizer is None:
+        raise InputError(f"{model.name} has no tokenizer, which text needs: add its files to the checkpoint")
+    return model.tokenizer
+
+
+class _Preparation:
+    """See `prepare`."""
+
+    def __init__(self, recipe: Recipe, progress: bool):
+        self.recipe = recipe
+        self.progress = progress
+
+    def prepared(self) -> Prepared:
+        opened_texts = self._open_texts()  # first, since a wrong path should not cost the loading of a model
+        model = self._load()
+        plan = self._plan(model)
+        texts = self._cut(model, *opened_texts)
+        prices, notes = self._price(plan, model)
+        return Prepared(self.recipe, model, plan, texts, prices, self._arguments(model), tuple(notes))
+
+    def _open_texts(self) -> tuple[dict[str, Documents], dict[str, Documents]]:
+        """Documents to train on and to measure, by name; nothing is tokenized yet."""
+        train: dict[str, Documents] = {}
+        measured: dict[str, Documents] = {}
+        for name, source in self.recipe.text.items():
+            found = open_documents(source, progress=self.progress)
+            if source.held_out:
+                found, measured[name] = split_documents(found, source.held_out, self.recipe.seed)
+            train[name] = found
+        for name, source in self.recipe.evaluate.items():
+            if source.streaming:
+                raise InputError(f"evaluate.{name}: a text that is measured is read whole: leave streaming out")
+            measured[name] = open_documents(source, progress=self.progress)
+        return train, measured
+
+    def _load(self) -> TracedModel:
+        recipe = self.recipe
+        return load(
+            recipe.model,
+            backend="hooks",
+            dtype=recipe.dtype,
+            revision=recipe.revision,
+            trust_remote_code=recipe.trust_remote_code,
+            progress=self.progress,
+        )
+
+    def _plan(self, model: TracedModel) -> FreezePlan:
+        """The plan of the recipe, which must be for this model."""
+        said = self.recipe.plan
+        if isinstance(said, str):
+            plan = FreezePlan.load(said)
+        else:
+            options = dict(said)
+            run = options.pop("run", model)
+            try:
+                plan = make_plan(run, **options)
+            except TypeError as error:
+                known = "run, rule, ablation, embeddings, norm, head, allow_degenerate"
+                raise InputError(f"plan: {one_line(error)}: pass the keys {known}") from error
+        self._check_fingerprint(plan, model)
+        if not plan.trained_names():
+            raise InputError(f"plan {plan.rule!r} trains nothing: train a block, the embeddings, the norm or the head")
+        return plan
+
+    def _check_fingerprint(self, plan: FreezePlan, model: TracedModel) -> None:
+        assert model.parts is not None
+        plan.check_parts(model.parts)
+        known, dtype = plan.model["fingerprint"], plan.model["dtype"]
+        if known == model.fingerprint():
+            return
+        if dtype != model.opened.dtype:  # it was traced in another precision, in which its weights are other numbers
+            recipe = self.recipe
+            other = load(
+                recipe.model,
+                backend="hooks",
+                dtype=dtype,
+                revision=recipe.revision,
+                trust_remote_code=recipe.trust_remote_code,
+                progress=False,
+            )
+            if known == other.fingerprint():
+                return
+        raise InputError(
+            f"the plan was made for other weights than those of {model.name} (fingerprint {known}, not "
+            f"{model.fingerprint()}): trace this model and plan anew"
+        )
+
+    def _cut(self, model: TracedModel, train: Mapping[str, Documents], measured: Mapping[str, Documents]) -> Texts:
+        recipe = self.recipe
+        if model.positions is not None and recipe.block_size > model.positions:
+            raise InputError(
+                f"block_size {recipe.block_size} is more than the {model.positions} positions of {model.name}: pass at "
+                "most that"
+            )
+        if recipe.packing == "isolated":
+            self._check_isolation(model)
+        cutter = Cutter(tokenizer_of(model), recipe.block_size, recipe.packing)  # type: ignore[arg-type]
+        windows: dict[str, tuple[Documents, float]] = {}
+        counts: dict[str, TextCount] = {}
+        for name, documents in train.items():
+            if isinstance(documents, datasets.IterableDataset):
+                shuffled = documents.shuffle(seed=recipe.seed, buffer_size=SHUFFLED)
+                cut, counts[name] = cutter.stream(shuffled)
+            else:
+                cut, counts[name] = cutter.cut(documents, recipe.text[name].name)
+            windows[name] = (cut, recipe.text[name].weight)
+        measured_windows, measured_counts = {}, {}
+        for name, documents in measured.items():
+            measured_windows[name], measured_counts[name] = cutter.cut_evenly(documents, name)
+        total = sum(weight for _, weight in windows.values())
+        self._check_tokens(model, [cut for cut, _ in windows.values()])
+        return Texts(
+            mixed(windows, recipe.seed),
+            measured_windows,
+            counts,
+            measured_counts,
+            {name: weight / total for name, (_, weight) in windows.items()},
+        )
+
+    @staticmethod
+    def _check_tokens(model: TracedModel, windows: list[Documents]) -> None:
+        known = min(model.anatomy.vocab, model.embeddings)
+        largest = max((max(row["input_ids"]) for part in windows for row in part.take(1)), default=0)
+        if largest >= known:
+            raise InputError(
+                f"the tokenizer gives token {largest}, but {model.name} has {known}: pass the tokenizer that belongs "
+                "to the model"
+            )
+
+    def _check_isolation(self, model: TracedModel) -> None:
+        if self.recipe.dtype != "float32":
+            raise InputError("packing 'isolated' is proven in float32 only: pass dtype: float32 (and bf16: true)")
+        gap = isolation_gap(model.model, min(model.anatomy.vocab, model.embeddings))
+        if gap > LEAK:
+            raise InputError(
+                f"packing 'isolated' is not possible with {model.name}: a document moves the log-probabilities of the "
+                f"next one by {gap:.2g}; pass packing: packed, or none for windows of single documents"
+            )
+
+    def _price(self, plan: FreezePlan, model: TracedModel) -> tuple[Prices | None, list[str]]:
+        batch = int(self.recipe.arguments.get("per_device_train_batch_size", 8))
+        try:
+            return price(plan, model.model, block_size=self.recipe.block_size, batch=batch), []
+        except InputError as error:
+            return None, [f"no price: {error}"]
+
+    def _arguments(self, model: TracedModel) -> TrainingArguments:
+        recipe = self.recipe
+        more: dict[str, Any] = {}
+        if recipe.packing == "none":
+            more["include_num_input_tokens_seen"] = "non_padding"
+        if not torch.accelerator.is_available():
+            more["use_cpu"] = True
+        names = {item.name for item in fields(TrainingArguments)}
+        for name in ("activation_checkpointing", "gradient_checkpointing"):
+            if recipe.arguments.get(name):
+                own = recipe.arguments.get(f"{name}_kwargs") or {}
+                if own.get("use_reentrant"):
+                    raise InputError(
+                        f"{name}_kwargs: use_reentrant leaves trained blocks without gradients: pass false"
+                    )
+                key = name if f"{name}_kwargs" in names else "gradient_checkpointing"
+                more[f"{key}_kwargs"] = {**own, "use_reentrant": False}
+        if recipe.arguments.get("fsdp"):
+            more["fsdp"] = True
+            more["fsdp_config"] = {
+                **(recipe.arguments.get("fsdp_config") or {}),
+                "version": 2,  # which takes frozen and trained parameters in one unit
+                "transformer_layer_cls_to_wrap": sorted({type(block).__name__ for block in model.blocks}),
+            }
+            if recipe.retrace is not None:
+                raise InputError("retrace needs whole blocks, which fsdp shards over processes: leave one of them out")
+        arguments = recipe.training_arguments(progress=self.progress, **more)
+        arguments.disable_tqdm = arguments.disable_tqdm or not self.progress
+        return arguments

@@ -1,0 +1,389 @@
+"""The recipe of a continued pre-training: a YAML file, checked whole before anything is opened."""
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import yaml
+from huggingface_hub.dataclasses import type_validator
+from transformers import TrainingArguments
+
+from tracer.errors import InputError, one_of
+from tracer.models.cache import one_line
+from tracer.models.loading import DTYPES
+
+Packing = Literal["packed", "isolated", "none"]
+
+PACKINGS: Mapping[str, str] = {
+    "packed": "documents follow each other, an end-of-text token between them; a window sees the documents before",
+    "isolated": "the same windows, but a document does not see those before it: where the architecture can",
+    "none": "every document in windows of its own, the last one padded",
+}
+
+SPLITS = ("document", "paragraph", "line")
+"""What one document of a text file is: the file, a paragraph, or a line."""
+
+OURS: Mapping[str, Any] = {
+    "eval_strategy": "steps",
+    "eval_steps": 100,
+    "eval_on_start": True,
+    "logging_steps": 10,
+    "save_steps": 100,
+    "save_total_limit": 2,
+    "report_to": "none",
+}
+"""Defaults that differ from those of `TrainingArguments`; a recipe may set them."""
+
+FIXED: Mapping[str, Any] = {
+    "remove_unused_columns": False,
+    "logging_nan_inf_filter": False,
+    "include_num_input_tokens_seen": "all",
+    "ddp_find_unused_parameters": False,
+    "prediction_loss_only": True,
+}
+"""What the training relies on, and a recipe may not set otherwise: a NaN is not to be hidden, and a parameter without
+a gradient is not to be searched for but refused."""
+
+REFUSED: Mapping[str, str] = {
+    "resume_from_checkpoint": "pass --resume",
+    "deepspeed": "pass fsdp: true",
+    "label_smoothing_factor": "the losses would be no perplexities",
+    "do_train": "it always trains",
+    "do_eval": "name texts under evaluate",
+    "do_predict": "use tracer eval",
+    "auto_find_batch_size": "it changes the batch that the recipe says",
+}
+
+UNBOUND = frozenset(
+    {"output_dir", "disable_tqdm", "dataloader_num_workers", "dataloader_pin_memory", "run_name", "project"}
+)
+"""Settings that a resumed training may change, beside those of logging and of what is kept."""
+_UNBOUND_PREFIXES = ("logging_", "log_", "report_to", "save_", "hub_", "push_", "trackio_")
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """Where documents come from; exactly one of `path` and `dataset` is given.
+
+    Attributes:
+        path: a UTF-8 text file, a folder of `.txt` files, a `.jsonl` or `.json` file, or a `.parquet` file.
+        dataset: an id of the Hugging Face hub, or a folder that `datasets` reads.
+        config: name of the dataset's configuration.
+        split: of the dataset.
+        field: column that holds the text, in everything but text files.
+        documents: what one document of a text file is: the `document` (the whole file), a `paragraph`, or a `line`.
+        weight: share of the training windows, relative to those of the other texts.
+        held_out: share of the documents that is not trained on and measured instead.
+        limit: only the first so many documents.
+        streaming: read it as it is needed, without counting it first; then `max_steps` is needed.
+    """
+
+    path: str | None = None
+    dataset: str | None = None
+    config: str | None = None
+    split: str = "train"
+    field: str = "text"
+    documents: str = "document"
+    weight: float = 1.0
+    held_out: float = 0.0
+    limit: int | None = None
+    streaming: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.path is None) == (self.dataset is None):
+            raise InputError("a text needs either path: or dataset:, and not both")
+        one_of("documents", self.documents, SPLITS)
+        if not self.weight > 0:
+            raise InputError(f"weight {self.weight}: pass a number above 0, or leave the text out")
+        if not 0 <= self.held_out < 1:
+            raise InputError(f"held_out {self.held_out}: pass a share of the documents, from 0 to below 1")
+        if self.limit is not None and self.limit < 1:
+            raise InputError(f"limit {self.limit}: pass at least 1")
+        if self.streaming and self.held_out:
+            raise InputError("held_out needs a text that is read whole: leave streaming out, or name a text of its own")
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return str(self.path if self.path is not None else self.dataset)
+
+
+@dataclass(frozen=True)
+class Retrace:
+    """How the model is traced while it is trained.
+
+    Attributes:
+        every: steps between two traces; one is also made before the first step and one after the last.
+        probes: as in `tracer.trace`; None for the default of the model.
+        limit: only the first so many probes of each group.
+        ablations: as in `tracer.trace`.
+    """
+
+    every: int
+    probes: str | None = None
+    limit: int | None = None
+    ablations: str = "zero"
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise InputError(f"every {self.every}: pass at least 1 step")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A continued pre-training.
+
+    Attributes:
+        model: what `tracer.load` takes by name: a Hugging Face id, folder, GGUF file, or name of catalogue or zoo.
+        plan: file of `tracer plan`; or the arguments of `tracer.plan` as a mapping, whose `run` is the folder of a
+            trace and may be left out for rules that need none.
+        text: what is trained on, by name.
+        arguments: `TrainingArguments` by their own names.
+        evaluate: what else is measured, by name; documents held out of `text` are measured under that text's name.
+        dtype: of the weights. float32, with `bf16: true` for mixed precision, unless memory is short: in bfloat16 the
+            small steps of a late training round to nothing.
+        revision: branch, tag or commit of a Hugging Face id.
+        trust_remote_code: run model code that comes with the checkpoint.
+        block_size: tokens of a window.
+        packing: `packed`, `isolated` or `none`; see `PACKINGS`.
+        retrace: how the model is traced meanwhile; None for not at all.
+        max_loss_rise: nats by which the training loss may rise above its best before the training stops as diverging.
+    """
+
+    model: str
+    plan: str | Mapping[str, Any]
+    text: Mapping[str, TextSource]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    evaluate: Mapping[str, TextSource] = field(default_factory=dict)
+    dtype: str = "float32"
+    revision: str | None = None
+    trust_remote_code: bool = False
+    block_size: int = 1024
+    packing: str = "packed"
+    retrace: Retrace | None = None
+    max_loss_rise: float = 2.0
+
+    def __post_init__(self) -> None:
+        one_of("packing", self.packing, PACKINGS)
+        if one_of("dtype", self.dtype, DTYPES) == "float16":
+            raise InputError("dtype 'float16': gradients leave its range; pass float32 with fp16: true, or bfloat16")
+        if self.block_size < 2:
+            raise InputError(f"block_size {self.block_size}: pass at least 2 tokens, one to predict another from")
+        if not self.max_loss_rise > 0:
+            raise InputError(f"max_loss_rise {self.max_loss_rise}: pass a number above 0")
+        if not self.text:
+            raise InputError("the recipe names no text to train on: give text: a name and a path")
+        twice = [name for name, source in self.text.items() if source.held_out and name in self.evaluate]
+        if twice:
+            raise InputError(f"{twice[0]!r} is held out of text and named under evaluate: give one another name")
+        if "output_dir" not in self.arguments:
+            raise InputError("the recipe names no output_dir: say where the model goes")
+        streamed = [name for name, source in self.text.items() if source.streaming]
+        if streamed and not self.arguments.get("max_steps", -1) > 0:
+            raise InputError(f"text {streamed[0]!r} is streamed, so that its length is not known: pass max_steps")
+
+    @property
+    def output_dir(self) -> Path:
+        """Where the model and all about its training go."""
+        return Path(self.arguments["output_dir"])
+
+    @property
+    def seed(self) -> int:
+        """The seed of everything that is drawn."""
+        return int(self.arguments.get("seed", 42))
+
+    def training_arguments(self, *, progress: bool, **more: Any) -> TrainingArguments:
+        """The Trainer's own settings.
+
+        Args:
+            progress: whether it may draw progress bars.
+            more: settings that follow from the model.
+
+        Raises:
+            InputError: they contradict each other, or the machine.
+        """
+        settings = {**OURS, **self.arguments, **more, **FIXED}
+        if not progress:
+            settings["disable_tqdm"] = True
+        if not self.evaluate and not any(source.held_out for source in self.text.values()):
+            settings |= {"eval_strategy": "no", "eval_on_start": False, "eval_steps": None}
+        return make_arguments(settings)
+
+    def binding(self) -> dict[str, Any]:
+        """What a resumed training must have in common with the one that it goes on with, as plain data."""
+        data = asdict(self)
+        arguments = {
+            key: value
+            for key, value in data.pop("arguments").items()
+            if key not in UNBOUND and not key.startswith(_UNBOUND_PREFIXES)
+        }
+        if str(arguments.get("lr_scheduler_type", "")) in ("constant", "constant_with_warmup"):
+            arguments.pop("max_steps", None)  # then a long training begins like a short one
+        return {**data, **arguments}
+
+
+def make_arguments(settings: Mapping[str, Any]) -> TrainingArguments:
+    """`TrainingArguments`, with what they refuse said in one line.
+
+    Raises:
+        InputError: a value is unknown, or does not go with another or with the machine.
+    """
+    try:
+        return TrainingArguments(**settings)
+    except (ValueError, TypeError, ImportError, KeyError, RuntimeError) as error:
+        raise InputError(f"the Trainer refuses the recipe: {one_line(error)}") from error
+
+
+def read_recipe(source: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Recipe:
+    """Read a recipe.
+
+    Args:
+        source: a YAML file, or what such a file holds.
+        overrides: top-level keys that replace those of the file.
+
+    Raises:
+        InputError: no such file, not YAML, an unknown key (with the nearest known one), a value of a wrong type, or a
+            contradiction.
+    """
+    if isinstance(source, Mapping):
+        where, data = "the recipe", dict(source)
+    else:
+        where, data = str(source), _yaml_of(Path(source))
+    data |= overrides or {}
+    return recipe_of(data, where)
+
+
+def recipe_of(data: Mapping[str, Any], where: str) -> Recipe:
+    """The recipe that a mapping says; `where` names it in messages."""
+    own = {item.name for item in fields(Recipe)} - {"arguments"}
+    for key in data:
+        if key in REFUSED:
+            raise InputError(f"{where}: {key} cannot be set: {REFUSED[key]}")
+        if key in FIXED and data[key] != FIXED[key]:
+            raise InputError(f"{where}: {key} is always {FIXED[key]!r} here: leave it out")
+    _known(where, data, {*own, *_ARGUMENTS})
+    values: dict[str, Any] = {key: data[key] for key in data if key in own}
+    for name in ("text", "evaluate"):
+        if name in values:
+            values[name] = {
+                str(key): _built(TextSource, f"{where}: {name}.{key}", entry)
+                for key, entry in _mapping(f"{where}: {name}", values[name]).items()
+            }
+    if values.get("retrace") is not None:
+        values["retrace"] = _built(Retrace, f"{where}: retrace", values["retrace"])
+    hints = get_type_hints(TrainingArguments)
+    values["arguments"] = {
+        key: _typed(f"{where}: {key}", value, hints[key] if key != "fsdp" else bool | str | None)
+        for key, value in data.items()
+        if key not in own
+    }
+    return _built(Recipe, where, values)
+
+
+_ARGUMENTS = {item.name for item in fields(TrainingArguments) if item.init}
+
+
+def _built(kind: type, where: str, entry: Any) -> Any:
+    """A dataclass from a mapping whose keys and types are checked."""
+    data = _mapping(where, entry)
+    known = {item.name: item for item in fields(kind)}
+    _known(where, data, known)
+    missing = [
+        name
+        for name, item in known.items()
+        if name not in data and item.default is MISSING and item.default_factory is MISSING
+    ]
+    if missing:
+        raise InputError(f"{where}: {missing[0]} is missing")
+    hints = get_type_hints(kind)
+    plain = {"text", "evaluate", "retrace", "arguments"} if kind is Recipe else set()
+    values = {
+        key: value if key in plain else _typed(f"{where}: {key}", value, _plain_hint(hints[key]))
+        for key, value in data.items()
+    }
+    try:
+        return kind(**values)
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from error
+
+
+def _known(where: str, data: Mapping[str, Any], names: Iterable[str]) -> None:
+    known = list(names)
+    for key in data:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise InputError(f"{where}: unknown key {key!r}{hint}")
+
+
+def _mapping(where: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise InputError(f"{where} is {value!r}: pass keys and values")
+    return value
+
+
+def _plain_hint(hint: Any) -> Any:
+    """A hint without what YAML cannot give: `Mapping[str, Any]` as `dict`."""
+    if get_origin(hint) in (Union, UnionType):
+        return Union[tuple(_plain_hint(part) for part in get_args(hint))]  # noqa: UP007 - made at run time
+    return dict if getattr(get_origin(hint), "__name__", "") == "Mapping" else hint
+
+
+def _typed(where: str, value: Any, hint: Any) -> Any:
+    """The value, when it has the type of a hint; whole numbers stand for floats."""
+    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if isinstance(value, int) and not isinstance(value, bool) and float in parts and int not in parts:
+        value = float(value)
+    if isinstance(value, bool) and bool not in parts and not {str, Any} & set(parts):
+        raise InputError(f"{where} is {value!r}: pass {_spelt(parts)}")
+    try:
+        type_validator("value", value, hint)
+    except TypeError as error:
+        raise InputError(f"{where} is {value!r}: pass {_spelt(parts)}") from error
+    return value
+
+
+def _spelt(parts: Iterable[Any]) -> str:
+    names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", dict: "keys and values"}
+    said = [names.get(part) or names.get(get_origin(part)) for part in parts]
+    return " or ".join(dict.fromkeys(word for word in said if word)) or "another value"
+
+
+class _Yaml(yaml.SafeLoader):
+    """YAML as people write it: `1e-4` is a number, and a key that stands twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        twice = [key for key in keys if keys.count(key) > 1]
+        if twice:
+            raise yaml.constructor.ConstructorError(None, None, f"key {twice[0]!r} stands twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+_Yaml.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+0123456789.")
+)
+
+
+def yaml_value(text: str) -> Any:
+    """One value as a recipe would hold it, from the command line."""
+    try:
+        return yaml.load(text, _Yaml)  # a SafeLoader
+    except yaml.YAMLError as error:
+        raise InputError(f"{text!r} is not YAML: {one_line(error)}") from error
+
+
+def _yaml_of(path: Path) -> dict[str, Any]:
+    try:
+        data = yaml.load(path.read_text(encoding="utf-8"), _Yaml)  # a SafeLoader
+    except OSError as error:
+        raise InputError(f"cannot read the recipe {str(path)!r}: {error.strerror or error}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"the recipe {str(path)!r} is not YAML: {one_line(error)}") from error
+    if not isinstance(data, dict):
+        raise InputError(f"the recipe {str(path)!r} holds no keys: see tracer cpt --help for one")
+    return data

@@ -1,0 +1,135 @@
+"""Where documents come from: local text, JSON Lines, Parquet, or a dataset of the hub; read by `datasets`."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import datasets
+from datasets.exceptions import DatasetGenerationError
+
+from tracer.errors import InputError
+from tracer.models.cache import one_line
+from tracer.statistics import rng
+from tracer.training.recipe import TextSource
+
+Documents: TypeAlias = datasets.Dataset | datasets.IterableDataset
+"""Documents in the column `text`."""
+
+BUILDERS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+_CHECKED_BYTES = 1 << 20
+
+
+def open_documents(source: TextSource, *, progress: bool = True) -> Documents:
+    """The documents of a source, in its order, without those that are empty.
+
+    Raises:
+        InputError: there is no such text, it is empty or damaged, not UTF-8, or has no such column.
+    """
+    with _bars(progress):
+        try:
+            if source.path is not None:
+                found = _of_files(source, Path(source.path))
+            else:
+                assert source.dataset is not None
+                found = datasets.load_dataset(
+                    source.dataset, source.config, split=source.split, streaming=source.streaming
+                )
+        except InputError:
+            raise
+        except DatasetGenerationError as error:
+            reason = one_line(error.__cause__ or error)
+            raise InputError(f"text {source.name!r} cannot be read: {reason}") from error
+        except (OSError, ValueError, ImportError, RuntimeError) as error:
+            raise InputError(f"text {source.name!r} cannot be read: {one_line(error)}") from error
+        column = "text" if _builder(source) == "text" else source.field
+        names = found.column_names or list(next(iter(found), {}))
+        if column not in names:
+            raise InputError(
+                f"text {source.name!r} has no column {column!r}: pass field: one of {', '.join(names) or '(none)'}"
+            )
+        found = found.select_columns([column])
+        if column != "text":
+            found = found.rename_column(column, "text")
+    with _bars(False):  # quick, and nobody asked for it
+        found = found.filter(_has_text)
+    if source.limit is not None:
+        found = found.take(source.limit)
+    if isinstance(found, datasets.Dataset) and len(found) == 0:
+        raise InputError(f"text {source.name!r} is empty: pass a text with words in it")
+    return found
+
+
+def split_documents(documents: datasets.Dataset, share: float, seed: int) -> tuple[datasets.Dataset, datasets.Dataset]:
+    """Documents to train on and documents to measure on, drawn whole.
+
+    Raises:
+        InputError: there are too few for either.
+    """
+    held = max(1, round(share * len(documents)))
+    if held >= len(documents):
+        raise InputError(
+            f"{len(documents)} document cannot be split: pass more documents, or name a text to measure under evaluate"
+        )
+    order = rng(seed, "held out").permutation(len(documents)).tolist()
+    return documents.select(sorted(order[held:])), documents.select(sorted(order[:held]))
+
+
+def _has_text(row: dict[str, Any]) -> bool:
+    text = row["text"] if "text" in row else next(iter(row.values()))
+    return isinstance(text, str) and bool(text.strip())
+
+
+def _builder(source: TextSource) -> str | None:
+    if source.path is None:
+        return None
+    return "text" if Path(source.path).is_dir() else BUILDERS.get(Path(source.path).suffix.lower())
+
+
+def _of_files(source: TextSource, path: Path) -> Documents:
+    if path.is_dir():
+        files = sorted(path.rglob("*.txt"))
+        if not files:
+            raise InputError(f"folder {str(path)!r} holds no .txt file: pass text, or dataset: for other folders")
+    elif path.is_file():
+        files = [path]
+    else:
+        raise InputError(f"no text {str(path)!r}: pass a file or a folder of .txt files")
+    builder = _builder(source)
+    if builder is None:
+        raise InputError(f"text {str(path)!r} is none of {', '.join(BUILDERS)}: rename or convert it")
+    if sum(file.stat().st_size for file in files) == 0:
+        raise InputError(f"text {str(path)!r} is empty: pass a text with words in it")
+    if builder != "parquet":
+        for file in files:
+            _check_utf8(file)
+    options = {"sample_by": source.documents} if builder == "text" else {}
+    return datasets.load_dataset(
+        builder, data_files=[str(file) for file in files], split="train", streaming=source.streaming, **options
+    )
+
+
+def _check_utf8(path: Path) -> None:
+    """Refuse a file that is not UTF-8, by the line at which it stops being so."""
+    line = 1
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            while piece := file.read(_CHECKED_BYTES):
+                line += piece.count("\n")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"text {str(path)!r} is not UTF-8 (near line {line}: {one_line(error)}): convert it"
+        ) from error
+
+
+@contextmanager
+def _bars(progress: bool) -> Iterator[None]:
+    """Progress bars of `datasets` only where they are wanted."""
+    shown = datasets.are_progress_bars_disabled()
+    if not progress:
+        datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not progress and not shown:
+            datasets.enable_progress_bars()
