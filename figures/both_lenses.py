@@ -23,7 +23,7 @@ def measure() -> None:
     model = tracer.load("smollm2-135m-instruct-q4_1", dtype="float32", backend="hooks")
     lens = tracer.train_tuned_lens(model, list(topics.values()))
     print(lens.summary())
-    result = tracer.trace(model, "english", limit=20, ablations=[], readout="tuned", tuned_lens=lens)
+    result = tracer.trace(model, "english", limit=20, readout="tuned", tuned_lens=lens)
     print(result.summary())
     result.save(DATA, force=True)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tracer import hooks
+    from tracer.drift import DriftResult, drift
     from tracer.errors import HookError, InputError, ModelRefused, TracerError, TrainingStopped
     from tracer.evaluation import EvalResult, evaluate
     from tracer.freezing.plan import FreezePlan, plan
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from tracer.tuned_lens import TunedLens, train_tuned_lens
 
 _HOME = {
+    "DriftResult": "tracer.drift",
+    "drift": "tracer.drift",
     "HookError": "tracer.errors",
     "InputError": "tracer.errors",
     "ModelRefused": "tracer.errors",
@@ -58,6 +61,7 @@ _HOME = {
 
 __all__ = [
     "CptResult",
+    "DriftResult",
     "EvalResult",
     "FreezePlan",
     "HookError",
@@ -73,6 +77,7 @@ __all__ = [
     "TrainingStopped",
     "TunedLens",
     "cpt",
+    "drift",
     "evaluate",
     "fetch",
     "hooks",

@@ -500,6 +500,49 @@ def cpt(
     click.echo(f"\nthe model lies in {result.folder}, its card is README.md")
 
 
+@cli.command()
+@click.argument("base")
+@click.argument("continued")
+@click.option("--probes", help="Shipped set or collection, JSONL or CSV file (default: english; zoo/held for the zoo).")
+@click.option("--groups", help="Only these groups, separated by commas.")
+@click.option("--limit", type=int, help="Only the first N usable probes of each group.")
+@click.option("--seed", default=0, show_default=True, help="Of permutations and bootstrap.")
+@click.option("--engine", help="onepass or full (default: what the self-check allows).")
+@click.option("--batch-tokens", default=2048, show_default=True, help="Most tokens in one call of a block.")
+@click.option("--out", help="Folder for the result and its figure (default: it is only printed).")
+@click.option("--force", is_flag=True, help="Replace the result in --out.")
+@click.option("--skip-bad", is_flag=True, help="Count unusable probes instead of refusing the set.")
+@_model_options
+def drift(base: str, continued: str, out: str | None, groups: str | None, quiet: bool, **options: Any) -> None:
+    """Compare two checkpoints of one architecture: how far CONTINUED has moved from BASE, depth by depth.
+
+    Streams and outputs on the same probes, task particles before and after, how far the weights of each block moved,
+    and what each block's new weights do to the output of BASE on their own.
+
+    \b
+    Examples:
+      tracer drift zoo/transformer-8 runs/cpt --probes zoo/held --out runs/drift
+      tracer drift HuggingFaceTB/SmolLM2-135M ./continued --limit 20
+    """
+    from tracer.drift import drift as compare
+
+    options["load_options"] = {key: options.pop(key) for key in _LOAD_OPTIONS}
+    if options["load_options"]["backend"] == "auto":
+        options["load_options"]["backend"] = "hooks"  # two bridges would cost twice the time to boot
+    names = None if groups is None else [name.strip() for name in groups.split(",")]
+    try:
+        result = compare(base, continued, groups=names, out=out, progress=not quiet, **options)
+    except KeyboardInterrupt:
+        click.echo("\ntracer: interrupted", err=True)
+        sys.exit(130)
+    click.echo(result.summary())
+    if out is not None:
+        from tracer.plots import write_figures
+
+        write_figures({"drift": result.plot}, Path(out) / "figures", force=True)
+        click.echo(f"\nsaved in {out}, the figure in its folder figures")
+
+
 _LOAD_OPTIONS = ("dtype", "device", "device_map", "revision", "trust_remote_code", "backend", "blocks")
 
 

@@ -143,12 +143,13 @@ class Measured(TrainerCallback):
         if "num_input_tokens_seen" in logs:
             more["bytes_seen"] = round(self.bytes_per_token * logs["num_input_tokens_seen"])
         for name, share in self.measured.items():
-            loss = logs.get(f"eval_{name}_loss")
+            loss = logs.pop(f"eval_{name}_nll", None)
             if loss is not None:
+                more[f"eval_{name}_loss"] = loss
                 more[f"eval_{name}_perplexity"] = perplexity(loss)
                 more[f"eval_{name}_bits_per_byte"] = loss / math.log(2) / share
         logs |= more
-        state.log_history[-1] |= more
+        state.log_history[-1] = {key: value for key, value in state.log_history[-1].items() if "_nll" not in key} | more
 
 
 class Progress(TrainerCallback):

@@ -82,10 +82,10 @@ def cpt(
     if state.is_main_process:
         begin(folder, read, ready.plan, resume=resume)
     state.wait_for_everyone()
-    trainer, watches = _trainer(ready, resumed=checkpoint is not None)
     with transformers_output(False):  # it draws a bar for every file that it writes
         began = time.perf_counter()
         with _without_cache(ready.model):
+            trainer, watches = _trainer(ready, resumed=checkpoint is not None)
             _train(trainer, watches, folder, checkpoint)
         seconds = time.perf_counter() - began
         notes = (f"the first gradient of {name} was zero throughout" for name in watches.gradients.zero)
@@ -194,7 +194,7 @@ def _result(
 
 @contextmanager
 def _without_cache(model: TracedModel) -> Iterator[None]:
-    """No cache of keys and values while the model is trained, which nobody would read."""
+    """No cache of keys and values in training, where nobody reads it; the Trainer leaves the config so, we do not."""
     config = text_config(model.model.config)
     before = getattr(config, "use_cache", None)
     if before is not None:

@@ -23,7 +23,7 @@ from tracer.models.loading import open_model
 from tracer.results import WRITING, plain_data
 from tracer.training.checkpoints import checkpoints
 from tracer.training.frozen import check_unchanged
-from tracer.training.recipe import Recipe
+from tracer.training.recipe import Dumper, Recipe
 from tracer.training.results import CptResult, summary_of
 
 BEGUN, PLAN, RECIPE, TRACES = "begun.json", "plan.json", "recipe.yaml", "traces"
@@ -76,7 +76,9 @@ def begin(folder: Path, recipe: Recipe, plan: FreezePlan, *, resume: bool) -> No
             shutil.rmtree(folder)
         folder.mkdir(parents=True)
         plan.save(folder / PLAN)
-        (folder / RECIPE).write_text(yaml.safe_dump(recipe_data(recipe), sort_keys=False, allow_unicode=True), "utf-8")
+        (folder / RECIPE).write_text(
+            yaml.dump(recipe_data(recipe), Dumper=Dumper, sort_keys=False, allow_unicode=True), "utf-8"
+        )
         (folder / BEGUN).write_text(json.dumps(says, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise InputError(f"output_dir {str(folder)!r} cannot be written: {error.strerror or error}") from error
@@ -224,7 +226,7 @@ def card(result: CptResult, recipe: Recipe) -> ModelCard:
             "## Recipe",
             "",
             "```yaml",
-            yaml.safe_dump(recipe_data(recipe), sort_keys=False, allow_unicode=True).rstrip(),
+            yaml.dump(recipe_data(recipe), Dumper=Dumper, sort_keys=False, allow_unicode=True).rstrip(),
             "```",
             "",
         ]

@@ -65,17 +65,19 @@ class Cutter:
             raise InputError("the tokenizer has no end-of-text token, so that documents cannot be told apart: set one")
         self.tokenizer = tokenizer
         self.end = int(tokenizer.eos_token_id)
+        self.front = tokenizer("", verbose=False)["input_ids"][:1] == [self.end]
         self.block_size = block_size
         self.packing = packing
 
     def tokens(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of documents as the tokenizer makes them, each with one end-of-text token.
 
-        Where the tokenizer puts that token in front of a document by itself, it is not put behind it as well.
+        Where the tokenizer puts that token in front of a document by itself, it is put behind it as well only if
+        documents are kept apart, which would otherwise never teach the model to end one.
         """
         found = []
         for ids in self.tokenizer(list(texts), verbose=False)["input_ids"]:
-            marked = ids and self.end in (ids[0], ids[-1])
+            marked = ids and (ids[-1] == self.end or (self.front and self.packing == "packed"))
             found.append(ids if marked else [*ids, self.end])
         return found
 
@@ -97,10 +99,11 @@ class Cutter:
         for ids in documents:
             ids_left += ids
             places_left += range(len(ids))
-            while len(ids_left) >= self.block_size:
-                window, ids_left = ids_left[: self.block_size], ids_left[self.block_size :]
-                places, places_left = places_left[: self.block_size], places_left[self.block_size :]
-                yield self._packed(window, places)
+            whole = len(ids_left) - len(ids_left) % self.block_size
+            for start in range(0, whole, self.block_size):
+                end = start + self.block_size
+                yield self._packed(ids_left[start:end], places_left[start:end])
+            del ids_left[:whole], places_left[:whole]
 
     def _packed(self, ids: list[int], places: list[int]) -> dict[str, list[int]]:
         if self.packing == "packed":
@@ -156,7 +159,7 @@ class Cutter:
         """
         total = sum(map(len, self.tokens(documents["text"][:])))
         number = -(-total // self.block_size)
-        length = total // number
+        length = max(total // number, min(total, 2))
         if length < 2:
             raise InputError(f"text {name!r} has {total} tokens: pass more text to measure")
         packing: Packing = "packed" if self.packing == "none" else self.packing
@@ -173,11 +176,18 @@ class Cutter:
         if not tokens:
             raise InputError("a streamed text is empty: pass a text with words in it")
         share = sum(len(text.encode()) for text in texts) / tokens
-        return datasets.IterableDataset.from_generator(generated), TextCount(None, None, None, None, None, share)
+        keys = ["input_ids", "labels", *(["position_ids"] if self.packing == "isolated" else [])]
+        windows = datasets.IterableDataset.from_generator(generated, features=_features(keys))
+        return windows, TextCount(None, None, None, None, None, share)
 
 
 def _dataset(windows: Sequence[Mapping[str, list[int]]]) -> datasets.Dataset:
-    return datasets.Dataset.from_list([dict(window) for window in windows])
+    return datasets.Dataset.from_list([dict(window) for window in windows], features=_features(windows[0]))
+
+
+def _features(keys: Iterable[str]) -> datasets.Features:
+    """The same for windows in memory and streamed ones, so that they mix."""
+    return datasets.Features({key: datasets.Sequence(datasets.Value("int64")) for key in keys})
 
 
 def mixed(parts: Mapping[str, tuple[Documents, float]], seed: int) -> Documents:
@@ -187,6 +197,7 @@ def mixed(parts: Mapping[str, tuple[Documents, float]], seed: int) -> Documents:
         parts: windows and weight of each text.
         seed: of the drawing.
     """
+    parts = dict(sorted(parts.items()))  # the order in the recipe is not to matter
     windows = [part for part, _ in parts.values()]
     if len(windows) == 1:
         return windows[0]

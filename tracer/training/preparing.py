@@ -117,6 +117,7 @@ class _Preparation:
         self.progress = progress
 
     def prepared(self) -> Prepared:
+        self.recipe.training_arguments(progress=False, **_places())  # wrong settings cost nothing to find
         opened_texts = self._open_texts()  # first, since a wrong path should not cost the loading of a model
         model = self._load()
         plan = self._plan(model)
@@ -252,21 +253,9 @@ class _Preparation:
 
     def _arguments(self, model: TracedModel) -> TrainingArguments:
         recipe = self.recipe
-        more: dict[str, Any] = {}
+        more = _places() | _checkpointed(recipe.arguments)
         if recipe.packing == "none":
             more["include_num_input_tokens_seen"] = "non_padding"
-        if not torch.accelerator.is_available():
-            more["use_cpu"] = True
-        names = {item.name for item in fields(TrainingArguments)}
-        for name in ("activation_checkpointing", "gradient_checkpointing"):
-            if recipe.arguments.get(name):
-                own = recipe.arguments.get(f"{name}_kwargs") or {}
-                if own.get("use_reentrant"):
-                    raise InputError(
-                        f"{name}_kwargs: use_reentrant leaves trained blocks without gradients: pass false"
-                    )
-                key = name if f"{name}_kwargs" in names else "gradient_checkpointing"
-                more[f"{key}_kwargs"] = {**own, "use_reentrant": False}
         if recipe.arguments.get("fsdp"):
             more["fsdp"] = True
             more["fsdp_config"] = {
@@ -279,3 +268,26 @@ class _Preparation:
         arguments = recipe.training_arguments(progress=self.progress, **more)
         arguments.disable_tqdm = arguments.disable_tqdm or not self.progress
         return arguments
+
+
+def _places() -> dict[str, Any]:
+    """The setting that follows from the machine."""
+    return {} if torch.accelerator.is_available() else {"use_cpu": True}
+
+
+def _checkpointed(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of activation checkpointing, under the name that the installed transformers prefers.
+
+    Raises:
+        InputError: the reentrant kind was asked for.
+    """
+    names = {item.name for item in fields(TrainingArguments)}
+    old, new = "gradient_checkpointing", "activation_checkpointing"
+    said = next((name for name in (new, old) if arguments.get(name)), None)
+    if said is None:
+        return {}
+    own = arguments.get(f"{said}_kwargs") or {}
+    if own.get("use_reentrant"):
+        raise InputError(f"{said}_kwargs: use_reentrant leaves trained blocks without gradients: pass false")
+    key = new if new in names else old
+    return {key: True, f"{key}_kwargs": {**own, "use_reentrant": False}}

@@ -1,6 +1,7 @@
 """The recipe of a continued pre-training: a YAML file, checked whole before anything is opened."""
 
 import difflib
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
@@ -43,7 +44,7 @@ FIXED: Mapping[str, Any] = {
     "logging_nan_inf_filter": False,
     "include_num_input_tokens_seen": "all",
     "ddp_find_unused_parameters": False,
-    "prediction_loss_only": True,
+    "prediction_loss_only": False,
 }
 """What the training relies on, and a recipe may not set otherwise: a NaN is not to be hidden, and a parameter without
 a gradient is not to be searched for but refused."""
@@ -52,6 +53,9 @@ REFUSED: Mapping[str, str] = {
     "resume_from_checkpoint": "pass --resume",
     "deepspeed": "pass fsdp: true",
     "label_smoothing_factor": "the losses would be no perplexities",
+    "use_cache": "nobody reads it, and with it transformers does not keep isolated documents apart",
+    "hub_token": "it would be written into the output; log in with hf auth login",
+    "push_to_hub_token": "it would be written into the output; log in with hf auth login",
     "do_train": "it always trains",
     "do_eval": "name texts under evaluate",
     "do_predict": "use tracer eval",
@@ -97,7 +101,7 @@ class TextSource:
         if (self.path is None) == (self.dataset is None):
             raise InputError("a text needs either path: or dataset:, and not both")
         one_of("documents", self.documents, SPLITS)
-        if not self.weight > 0:
+        if not 0 < self.weight < math.inf:
             raise InputError(f"weight {self.weight}: pass a number above 0, or leave the text out")
         if not 0 <= self.held_out < 1:
             raise InputError(f"held_out {self.held_out}: pass a share of the documents, from 0 to below 1")
@@ -131,6 +135,8 @@ class Retrace:
     def __post_init__(self) -> None:
         if self.every < 1:
             raise InputError(f"every {self.every}: pass at least 1 step")
+        if self.limit is not None and self.limit < 1:
+            raise InputError(f"limit {self.limit}: pass at least 1")
 
 
 @dataclass(frozen=True)
@@ -180,7 +186,7 @@ class Recipe:
         twice = [name for name, source in self.text.items() if source.held_out and name in self.evaluate]
         if twice:
             raise InputError(f"{twice[0]!r} is held out of text and named under evaluate: give one another name")
-        if "output_dir" not in self.arguments:
+        if not self.arguments.get("output_dir"):
             raise InputError("the recipe names no output_dir: say where the model goes")
         streamed = [name for name, source in self.text.items() if source.streaming]
         if streamed and not self.arguments.get("max_steps", -1) > 0:
@@ -201,17 +207,24 @@ class Recipe:
 
         Args:
             progress: whether it may draw progress bars.
-            more: settings that follow from the model.
+            more: settings that follow from the model, activation checkpointing among them.
 
         Raises:
             InputError: they contradict each other, or the machine.
         """
-        settings = {**OURS, **self.arguments, **more, **FIXED}
+        own = {key: value for key, value in self.arguments.items() if not key.startswith("gradient_checkpointing")}
+        settings = {**OURS, **own, **FIXED, **more}
         if not progress:
             settings["disable_tqdm"] = True
         if not self.evaluate and not any(source.held_out for source in self.text.values()):
             settings |= {"eval_strategy": "no", "eval_on_start": False, "eval_steps": None}
-        return make_arguments(settings)
+        found = make_arguments(settings)
+        for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "learning_rate"):
+            if not getattr(found, name) > 0:
+                raise InputError(f"{name} {getattr(found, name)}: pass a number above 0")
+        if found.max_steps == 0:
+            raise InputError("max_steps 0: pass at least 1, or leave it out")
+        return found
 
     def binding(self) -> dict[str, Any]:
         """What a resumed training must have in common with the one that it goes on with, as plain data."""
@@ -221,7 +234,9 @@ class Recipe:
             for key, value in data.pop("arguments").items()
             if key not in UNBOUND and not key.startswith(_UNBOUND_PREFIXES)
         }
-        if str(arguments.get("lr_scheduler_type", "")) in ("constant", "constant_with_warmup"):
+        if str(arguments.get("lr_scheduler_type", "")) in ("constant", "constant_with_warmup") and not (
+            0 < arguments.get("warmup_steps", 0) < 1 or arguments.get("warmup_ratio")
+        ):
             arguments.pop("max_steps", None)  # then a long training begins like a short one
         return {**data, **arguments}
 
@@ -270,7 +285,7 @@ def recipe_of(data: Mapping[str, Any], where: str) -> Recipe:
     for name in ("text", "evaluate"):
         if name in values:
             values[name] = {
-                str(key): _built(TextSource, f"{where}: {name}.{key}", entry)
+                _name(f"{where}: {name}", key): _built(TextSource, f"{where}: {name}.{key}", entry)
                 for key, entry in _mapping(f"{where}: {name}", values[name]).items()
             }
     if values.get("retrace") is not None:
@@ -320,7 +335,13 @@ def _known(where: str, data: Mapping[str, Any], names: Iterable[str]) -> None:
             raise InputError(f"{where}: unknown key {key!r}{hint}")
 
 
-def _mapping(where: str, value: Any) -> Mapping[str, Any]:
+def _name(where: str, key: Any) -> str:
+    if not isinstance(key, str):
+        raise InputError(f"{where}: the name {key!r} is no text: put it in quotes, or pass another")
+    return key
+
+
+def _mapping(where: str, value: Any) -> Mapping[Any, Any]:
     if not isinstance(value, Mapping):
         raise InputError(f"{where} is {value!r}: pass keys and values")
     return value
@@ -353,27 +374,36 @@ def _spelt(parts: Iterable[Any]) -> str:
     return " or ".join(dict.fromkeys(word for word in said if word)) or "another value"
 
 
+class Dumper(yaml.SafeDumper):
+    """Writes what `_Yaml` reads: a text that looks like `1e4` in quotes."""
+
+
 class _Yaml(yaml.SafeLoader):
     """YAML as people write it: `1e-4` is a number, and a key that stands twice is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        twice = [key for key in keys if keys.count(key) > 1]
-        if twice:
-            raise yaml.constructor.ConstructorError(None, None, f"key {twice[0]!r} stands twice", node.start_mark)
+        keys: list[Any] = []
+        for name, _ in node.value:
+            if name.tag == "tag:yaml.org,2002:merge":
+                continue
+            key = self.construct_object(name, deep=True)
+            if key in keys:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", name.start_mark)
+            keys.append(key)
         return super().construct_mapping(node, deep)
 
 
-_Yaml.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+0123456789.")
-)
+for _kind in (_Yaml, Dumper):
+    _kind.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+0123456789.")
+    )
 
 
 def yaml_value(text: str) -> Any:
     """One value as a recipe would hold it, from the command line."""
     try:
         return yaml.load(text, _Yaml)  # a SafeLoader
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise InputError(f"{text!r} is not YAML: {one_line(error)}") from error
 
 
@@ -382,7 +412,7 @@ def _yaml_of(path: Path) -> dict[str, Any]:
         data = yaml.load(path.read_text(encoding="utf-8"), _Yaml)  # a SafeLoader
     except OSError as error:
         raise InputError(f"cannot read the recipe {str(path)!r}: {error.strerror or error}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # an impossible date is a plain ValueError
         raise InputError(f"the recipe {str(path)!r} is not YAML: {one_line(error)}") from error
     if not isinstance(data, dict):
         raise InputError(f"the recipe {str(path)!r} holds no keys: see tracer cpt --help for one")

@@ -1,5 +1,7 @@
 """Where documents come from: local text, JSON Lines, Parquet, or a dataset of the hub; read by `datasets`."""
 
+import codecs
+import glob
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,38 +28,44 @@ def open_documents(source: TextSource, *, progress: bool = True) -> Documents:
     Raises:
         InputError: there is no such text, it is empty or damaged, not UTF-8, or has no such column.
     """
-    with _bars(progress):
-        try:
-            if source.path is not None:
-                found = _of_files(source, Path(source.path))
-            else:
-                assert source.dataset is not None
-                found = datasets.load_dataset(
-                    source.dataset, source.config, split=source.split, streaming=source.streaming
-                )
-        except InputError:
-            raise
-        except DatasetGenerationError as error:
-            reason = one_line(error.__cause__ or error)
-            raise InputError(f"text {source.name!r} cannot be read: {reason}") from error
-        except (OSError, ValueError, ImportError, RuntimeError) as error:
-            raise InputError(f"text {source.name!r} cannot be read: {one_line(error)}") from error
+    with _bars(progress), _readable(source):
+        if source.path is not None:
+            found = _of_files(source, Path(source.path))
+        else:
+            assert source.dataset is not None
+            found = datasets.load_dataset(source.dataset, source.config, split=source.split, streaming=source.streaming)
         column = "text" if _builder(source) == "text" else source.field
-        names = found.column_names or list(next(iter(found), {}))
-        if column not in names:
-            raise InputError(
-                f"text {source.name!r} has no column {column!r}: pass field: one of {', '.join(names) or '(none)'}"
-            )
-        found = found.select_columns([column])
-        if column != "text":
-            found = found.rename_column(column, "text")
-    with _bars(False):  # quick, and nobody asked for it
-        found = found.filter(_has_text)
-    if source.limit is not None:
-        found = found.take(source.limit)
-    if isinstance(found, datasets.Dataset) and len(found) == 0:
-        raise InputError(f"text {source.name!r} is empty: pass a text with words in it")
-    return found
+        first: dict[str, Any] = next(iter(found), {})
+        names = found.column_names or list(first)
+        if names and column not in names:
+            raise InputError(f"text {source.name!r} has no column {column!r}: pass field: one of {', '.join(names)}")
+        if not isinstance(first.get(column, ""), str | None):
+            raise InputError(f"text {source.name!r} holds {first[column]!r} in {column!r}: pass a field: of texts")
+        if names:
+            found = found.select_columns([column])
+            if column != "text":
+                found = found.rename_column(column, "text")
+    with _bars(False), _readable(source):  # quick, and nobody asked for it
+        found = found.filter(_has_text) if names else found
+        if next(iter(found), None) is None:
+            raise InputError(f"text {source.name!r} is empty: pass a text with words in it")
+    return found if source.limit is None else found.take(source.limit)
+
+
+@contextmanager
+def _readable(source: TextSource) -> Iterator[None]:
+    """Say in one line what `datasets` finds wrong with a source; it logs some of that as well, which is not shown."""
+    level = datasets.logging.get_verbosity()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    try:
+        yield
+    except InputError:
+        raise
+    except (DatasetGenerationError, OSError, ValueError, ImportError, RuntimeError) as error:
+        reason = error.__cause__ if isinstance(error, DatasetGenerationError) and error.__cause__ else error
+        raise InputError(f"text {source.name!r} cannot be read: {one_line(reason)}") from error
+    finally:
+        datasets.logging.set_verbosity(level)
 
 
 def split_documents(documents: datasets.Dataset, share: float, seed: int) -> tuple[datasets.Dataset, datasets.Dataset]:
@@ -88,7 +96,7 @@ def _builder(source: TextSource) -> str | None:
 
 def _of_files(source: TextSource, path: Path) -> Documents:
     if path.is_dir():
-        files = sorted(path.rglob("*.txt"))
+        files = sorted(file for file in path.rglob("*.txt") if file.is_file())
         if not files:
             raise InputError(f"folder {str(path)!r} holds no .txt file: pass text, or dataset: for other folders")
     elif path.is_file():
@@ -103,23 +111,28 @@ def _of_files(source: TextSource, path: Path) -> Documents:
     if builder != "parquet":
         for file in files:
             _check_utf8(file)
-    options = {"sample_by": source.documents} if builder == "text" else {}
+    options = {"sample_by": source.documents, "encoding": "utf-8-sig"} if builder == "text" else {}
     return datasets.load_dataset(
-        builder, data_files=[str(file) for file in files], split="train", streaming=source.streaming, **options
+        builder,
+        data_files=[glob.escape(str(file)) for file in files],
+        split="train",
+        streaming=source.streaming,
+        **options,
     )
 
 
 def _check_utf8(path: Path) -> None:
     """Refuse a file that is not UTF-8, by the line at which it stops being so."""
-    line = 1
+    line, decoder = 1, codecs.getincrementaldecoder("utf-8")()
     try:
-        with path.open(encoding="utf-8", newline="") as file:
+        with path.open("rb") as file:
             while piece := file.read(_CHECKED_BYTES):
-                line += piece.count("\n")
+                decoder.decode(piece)
+                line += piece.count(b"\n")
+        decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
-        raise InputError(
-            f"text {str(path)!r} is not UTF-8 (near line {line}: {one_line(error)}): convert it"
-        ) from error
+        line += error.object[: error.start].count(b"\n")
+        raise InputError(f"text {str(path)!r} is not UTF-8 (near line {line}: {error.reason}): convert it") from error
 
 
 @contextmanager

@@ -3,11 +3,14 @@
 import math
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import Trainer
+from transformers import EvalPrediction, Trainer
 
 from tracer.errors import TrainingStopped
+from tracer.models.cache import one_line
+from tracer.training.packing import IGNORED
 
 UNDECAYED = ("A_log", "D", "dt_bias")
 """Parameters of recurrent mixers that are rates, not weights; weight decay would pull the rates to fixed values."""
@@ -15,6 +18,16 @@ UNDECAYED = ("A_log", "D", "dt_bias")
 
 class PlannedTrainer(Trainer):
     """Trains what requires a gradient, without decaying what is no weight matrix, and stops at the first NaN."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        kwargs |= {"preprocess_logits_for_metrics": window_losses, "compute_metrics": mean_token_loss}
+        super().__init__(*args, **kwargs)
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            super()._save_checkpoint(*args, **kwargs)
+        except RuntimeError as error:  # what torch says when the disk is full
+            raise OSError(one_line(error)) from error
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Parameters that weight decay applies to: matrices, but no norms, biases, or rates of recurrences."""
@@ -35,6 +48,30 @@ class PlannedTrainer(Trainer):
         if not torch.isfinite(loss).all():
             raise TrainingStopped(f"the loss is {loss.item()} at step {self.state.global_step + 1}")
         return loss
+
+
+def window_losses(logits: Tensor | tuple[Tensor, ...], labels: Tensor) -> Tensor:
+    """`[batch, 2]` Sum of the losses (nats) of each window's next tokens, and how many there are.
+
+    The Trainer's own mean over batches is none over tokens where batches or windows differ, and another one on another
+    number of processes.
+
+    Args:
+        logits: `[batch, pos, vocab]`, alone or before other outputs.
+        labels: `[batch, pos]`.
+    """
+    scores = logits[0] if isinstance(logits, tuple) else logits
+    wanted = labels[:, 1:]
+    losses = torch.nn.functional.cross_entropy(
+        scores[:, :-1].float().flatten(0, 1), wanted.flatten(), ignore_index=IGNORED, reduction="none"
+    ).view_as(wanted)
+    return torch.stack([losses.sum(1), (wanted != IGNORED).sum(1).to(losses.dtype)], dim=1)
+
+
+def mean_token_loss(found: EvalPrediction) -> dict[str, float]:
+    """The mean loss of a token over all windows, as `nll` (nats)."""
+    sums, numbers = np.asarray(found.predictions, dtype=np.float64).T
+    return {"nll": float(sums.sum() / numbers.sum())}
 
 
 def perplexity(loss: float) -> float:
