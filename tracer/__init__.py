@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tracer import hooks
-    from tracer.drift import DriftResult, drift
+    from tracer.drifting import DriftResult, drift
     from tracer.errors import HookError, InputError, ModelRefused, TracerError, TrainingStopped
     from tracer.evaluation import EvalResult, evaluate
+    from tracer.freezing.cost import Prices, price
     from tracer.freezing.plan import FreezePlan, plan
     from tracer.models.catalogue import fetch
     from tracer.models.traced import TracedModel, load
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
     from tracer.tuned_lens import TunedLens, train_tuned_lens
 
 _HOME = {
-    "DriftResult": "tracer.drift",
-    "drift": "tracer.drift",
+    "DriftResult": "tracer.drifting",
+    "drift": "tracer.drifting",
     "HookError": "tracer.errors",
     "InputError": "tracer.errors",
     "ModelRefused": "tracer.errors",
@@ -42,6 +43,8 @@ _HOME = {
     "evaluate": "tracer.evaluation",
     "FreezePlan": "tracer.freezing.plan",
     "plan": "tracer.freezing.plan",
+    "Prices": "tracer.freezing.cost",
+    "price": "tracer.freezing.cost",
     "fetch": "tracer.models.catalogue",
     "TracedModel": "tracer.models.traced",
     "load": "tracer.models.traced",
@@ -69,6 +72,7 @@ __all__ = [
     "ModelRefused",
     "ParticleRule",
     "PatchResult",
+    "Prices",
     "Probe",
     "ProbeSet",
     "TraceResult",
@@ -84,6 +88,7 @@ __all__ = [
     "load",
     "patch",
     "plan",
+    "price",
     "read_probes",
     "trace",
     "train_tuned_lens",

@@ -406,8 +406,23 @@ def zoo(name: str | None, folder: str | None) -> None:
 @click.option("--out", help="File for the plan, .json (default: it is only printed).")
 @click.option("--figure", help="File for a figure of the plan, e.g. plan.png.")
 @click.option("--export", type=click.Choice(["axolotl", "peft"]), help="Print the plan in the words of another tool.")
+@click.option("--price", "priced", is_flag=True, help="Also print what a step costs, beside training everything.")
+@click.option("--model", help="For --price: the model, where it does not lie where the trace found it.")
+@click.option("--block-size", default=512, show_default=True, help="For --price: tokens of a sequence.")
+@click.option("--batch", default=1, show_default=True, help="For --price: sequences of a step.")
+@click.option("--dtype", help="For --price: what is trained in (default: that of the trace).")
 @click.option("--force", is_flag=True, help="Replace the file in --out.")
-def plan(run: str, figure: str | None, export: str | None, **options: Any) -> None:
+def plan(
+    run: str,
+    figure: str | None,
+    export: str | None,
+    priced: bool,
+    model: str | None,
+    block_size: int,
+    batch: int,
+    dtype: str | None,
+    **options: Any,
+) -> None:
     """Turn the trace in RUN into a freeze plan: which blocks are trained, and which stay as they are.
 
     fragile, shallow, deep, middle and random name the blocks that are trained; robust and update-stable those that
@@ -418,6 +433,7 @@ def plan(run: str, figure: str | None, export: str | None, **options: Any) -> No
       tracer plan runs/gdn --out plan.json
       tracer plan runs/gdn --rule fragile:3 --embeddings freeze --out plan.json
       tracer plan runs/gdn --rule shallow:4 --export axolotl
+      tracer plan runs/gdn --rule deep:4 --embeddings freeze --head freeze --price --block-size 1024
     """
     import yaml
 
@@ -431,6 +447,12 @@ def plan(run: str, figure: str | None, export: str | None, **options: Any) -> No
         click.echo(yaml.safe_dump(fields, sort_keys=False).rstrip())
     if figure is not None:
         made.plot().savefig(figure, dpi=200)
+    if priced:
+        from tracer.freezing.cost import price
+        from tracer.models.loading import open_model
+
+        opened = open_model(model or made.model["name"], dtype=dtype or made.model["dtype"], progress=False)
+        click.echo(f"\n{price(made, opened.model, block_size=block_size, batch=batch).summary()}")
 
 
 @cli.command()
@@ -524,7 +546,7 @@ def drift(base: str, continued: str, out: str | None, groups: str | None, quiet:
       tracer drift zoo/transformer-8 runs/cpt --probes zoo/held --out runs/drift
       tracer drift HuggingFaceTB/SmolLM2-135M ./continued --limit 20
     """
-    from tracer.drift import drift as compare
+    from tracer.drifting import drift as compare
 
     options["load_options"] = {key: options.pop(key) for key in _LOAD_OPTIONS}
     if options["load_options"]["backend"] == "auto":

@@ -18,7 +18,7 @@ from tracer.plots.style import (
 )
 
 if TYPE_CHECKING:  # a result draws itself through this module
-    from tracer.drift.results import DriftResult
+    from tracer.drifting.results import DriftResult
 
 
 def draw_drift(result: "DriftResult") -> Figure:

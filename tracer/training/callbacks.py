@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from tracer.drift.streams import all_streams, cosine
+from tracer.drifting.streams import all_streams, cosine
 from tracer.errors import TrainingStopped
 from tracer.models.plain import evaluating
 from tracer.models.traced import TracedModel

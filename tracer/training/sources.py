@@ -77,7 +77,8 @@ def split_documents(documents: datasets.Dataset, share: float, seed: int) -> tup
     held = max(1, round(share * len(documents)))
     if held >= len(documents):
         raise InputError(
-            f"{len(documents)} document cannot be split: pass more documents, or name a text to measure under evaluate"
+            f"{len(documents)} documents cannot be split with held_out {share:g}: pass more documents, another share, "
+            "or name a text to measure under evaluate"
         )
     order = rng(seed, "held out").permutation(len(documents)).tolist()
     return documents.select(sorted(order[held:])), documents.select(sorted(order[:held]))

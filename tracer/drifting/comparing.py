@@ -11,8 +11,8 @@ import torch
 from tqdm import tqdm
 
 from tracer.divergence import debiased_cka, js_divergence
-from tracer.drift.results import FILES, SCHEMA, DriftResult
-from tracer.drift.streams import cosine, last_streams
+from tracer.drifting.results import FILES, SCHEMA, DriftResult
+from tracer.drifting.streams import cosine, last_streams
 from tracer.engine import DEFAULT_BATCH_TOKENS
 from tracer.errors import InputError
 from tracer.models.plain import evaluating
