@@ -17,12 +17,13 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-24s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.installed-gguf  ## trace every family of the zoo, and a fetched 135M-parameter model, into runs/demo
+demo: $(VENV)/.installed-gguf  ## trace seven families and a 135M-parameter model, then plan, train and compare
 	$(BIN)/tracer trace $(FAMILIES) --limit 20 --out runs/demo --resume
 	@$(BIN)/tracer fetch $(MODEL); status=$$?; \
 	if [ $$status -eq 2 ]; then echo "$(MODEL) cannot be had here; the zoo, traced above, needs no network"; exit 0; fi; \
 	[ $$status -eq 0 ] || exit $$status; \
 	set -x; $(BIN)/tracer trace $(FAMILIES) $(MODEL) --limit 20 --out runs/demo --resume
+	$(BIN)/python figures/chain.py --out runs/demo-chain
 
 zoo: $(VENV)/.installed-dev  ## train the zoo from nothing (70 minutes on two idle cores), and measure docs/FINDINGS.md
 	$(ONE_THREAD) $(BIN)/python -m tracer.zoo.build --out runs/zoo --jobs 2
@@ -70,7 +71,7 @@ format: $(VENV)/.installed-dev  ## bring the code into the checked format
 	$(BIN)/ruff format .
 
 clean:  ## remove the environment, build products and the demo's run
-	rm -rf $(VENV) build dist runs/demo .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) build dist runs/demo runs/demo-chain .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
