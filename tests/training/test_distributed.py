@@ -13,6 +13,9 @@ from small_training import model_folder, recipe
 from transformers import AutoModelForCausalLM
 
 import tracer
+from tracer.errors import InputError
+from tracer.training.preparing import prepare
+from tracer.training.recipe import read_recipe
 
 
 def launched(data: dict, path: Path, processes: int) -> tracer.CptResult:
@@ -50,6 +53,19 @@ def test_ddp_and_fsdp2_follow_the_curve_of_one_process(tmp_path, family):
         moved = {name for name in before if not torch.equal(before[name], after[name])}
         assert moved == trained
         assert (tmp_path / name / "checkpoint-6/model.safetensors").is_file()
+
+
+def test_what_a_frozen_plan_needs_is_set(tmp_path):
+    base = model_folder(tmp_path / "base", "mamba2")
+    plain = prepare(read_recipe(recipe(tmp_path, base)), progress=False).arguments
+    assert plain.ddp_find_unused_parameters is False
+    sharded = prepare(read_recipe(recipe(tmp_path, base, fsdp=True)), progress=False).arguments
+    assert sharded.fsdp_config["version"] == 2
+    assert sharded.fsdp_config["transformer_layer_cls_to_wrap"] == ["Mamba2Block"]
+    with pytest.raises(InputError, match="ddp_find_unused_parameters is always False here"):
+        read_recipe(recipe(tmp_path, base, ddp_find_unused_parameters=True))
+    with pytest.raises(InputError, match="retrace needs whole blocks"):
+        prepare(read_recipe(recipe(tmp_path, base, fsdp=True, retrace={"every": 2})), progress=False)
 
 
 def test_a_sharded_training_goes_on(tmp_path):
