@@ -8,7 +8,6 @@ process, so that what else the machine does slows them alike; the memory is meas
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ import torch
 
 import tracer
 from tracer.freezing.cost import price
+from tracer.training.memory import peak_memory
 
 FROZEN = {"embeddings": "freeze", "norm": "train", "head": "freeze"}
 PLANS: dict[str, dict[str, str]] = {
@@ -112,7 +112,7 @@ def alone(label: str, name: str, batch: int, block_size: int) -> None:
     stepper = Stepper(model, tracer.plan(model, **PLANS[label]), ids)
     for _ in range(3):
         stepper.step()
-    print(json.dumps(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
+    print(json.dumps(peak_memory()))
 
 
 def main() -> None:

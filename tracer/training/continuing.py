@@ -1,7 +1,6 @@
 """The verb `cpt`: continued pre-training of a model by a recipe."""
 
 import math
-import resource
 import shutil
 import sys
 import time
@@ -28,6 +27,7 @@ from tracer.runs import versions
 from tracer.training.callbacks import Divergence, Gradients, Measured, Progress, Retracing, read_retraces
 from tracer.training.checkpoints import checkpoint_fault, checkpoints, last_checkpoint
 from tracer.training.frozen import frozen_digests
+from tracer.training.memory import peak_memory
 from tracer.training.output import TRACES, begin, check_output, recipe_data, save_model
 from tracer.training.packing import Collate, TextCount
 from tracer.training.preparing import Prepared, prepare, tokenizer_of
@@ -182,7 +182,7 @@ def _result(
         "tokens": tokens,
         "bytes": round(tokens * texts.bytes_per_token),
         "seconds": seconds,
-        "peak_memory_bytes": _peak_memory(),
+        "peak_memory_bytes": peak_memory(),
         "processes": PartialState().num_processes,
         "device": str(trainer.args.device),
         "retraces": read_retraces(recipe.output_dir / TRACES),
@@ -228,10 +228,3 @@ def _remove_unfinished(folder: Path) -> None:
         last = checkpoints(folder)[-1]
         if checkpoint_fault(last) is not None:
             shutil.rmtree(last, ignore_errors=True)
-
-
-def _peak_memory() -> int:
-    """Most memory held so far: of the accelerator where there is one, else of the process."""
-    if torch.cuda.is_available():
-        return int(torch.cuda.max_memory_allocated())
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
