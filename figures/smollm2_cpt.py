@@ -2,8 +2,8 @@
 
 `python figures/smollm2_cpt.py` draws the figure from the committed results. With `--measure`, from the top of the tree,
 it first fetches the text (the Debian Reference in Chinese, from Debian's archive by apt-get), and trains twice, with
-the same tokens: everything, and the blocks before the median task particle of `data/smollm2_both_lenses` (tuned lens). What
-is kept is measured on English prose, three help topics of Python. About ten minutes on two idle cores.
+the same tokens: everything, and the blocks before the median task particle of `data/smollm2_both_lenses` (tuned lens).
+What is kept is measured on English prose, three help topics of Python. About ten minutes on two idle cores.
 """
 
 import argparse
@@ -110,8 +110,8 @@ def draw(results: dict[str, tracer.CptResult]) -> Figure:
                 f"SmolLM2-135M continued on the Debian Reference in Chinese, {run['tokens']:,} tokens, all of it "
                 f"trained (full) and by the measured plan (particle): blocks {spans(run['plan']['freeze'])} frozen, "
                 "everything else trained",
-                "Retention: three help topics of Python, in English. One training an arm, with one seed and one learning "
-                "rate, so that the two arms cannot be ranked",
+                "Retention: three help topics of Python, in English. One training an arm, with one seed and one "
+                "learning rate, so that the two arms cannot be ranked",
             ],
         )
     return figure
