@@ -486,7 +486,7 @@ def cpt(
       tracer cpt recipe.yaml
       tracer cpt recipe.yaml --set learning_rate=3e-4 --set output_dir=runs/slower
       tracer cpt recipe.yaml --resume
-      torchrun --nproc-per-node 2 -m tracer cpt recipe.yaml --set fsdp=true
+      torchrun --nproc-per-node 2 -m tracer cpt recipe.yaml
     """
     if example:
         click.echo(Path(__file__).with_name("training").joinpath("example.yaml").read_text(encoding="utf-8"), nl=False)

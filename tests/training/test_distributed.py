@@ -32,14 +32,14 @@ def launched(data: dict, path: Path, processes: int) -> tracer.CptResult:
 
 
 @pytest.mark.parametrize("family", ["llama", "mamba2"])
-def test_ddp_and_fsdp2_follow_the_curve_of_one_process(tmp_path, family):
+def test_ddp_follows_the_curve_of_one_process(tmp_path, family):
     base = model_folder(tmp_path / "base", family)
     plan = {"rule": "1-2", "embeddings": "freeze", "head": "freeze"}
     data = recipe(tmp_path, base, plan=plan, activation_checkpointing=family == "llama")
     del data["use_cpu"]
     alone = launched(data, tmp_path, 1)
     before = AutoModelForCausalLM.from_pretrained(base).state_dict()
-    for name, more in (("ddp", {}), ("fsdp", {"fsdp": True, "activation_checkpointing": False})):
+    for name, more in (("ddp", {}), ("plain", {"activation_checkpointing": False})):
         out = str(tmp_path / name)
         both = launched({**data, **more, "output_dir": out, "per_device_train_batch_size": 2}, tmp_path, 2)
         assert both.run["processes"] == 2
@@ -55,10 +55,13 @@ def test_ddp_and_fsdp2_follow_the_curve_of_one_process(tmp_path, family):
         assert (tmp_path / name / "checkpoint-6/model.safetensors").is_file()
 
 
-def test_what_a_frozen_plan_needs_is_set(tmp_path):
+def test_what_a_frozen_plan_needs_is_set(tmp_path, monkeypatch):
     base = model_folder(tmp_path / "base", "mamba2")
     plain = prepare(read_recipe(recipe(tmp_path, base)), progress=False).arguments
     assert plain.ddp_find_unused_parameters is False
+    with pytest.raises(InputError, match="on CPUs accelerate would run DDP instead"):
+        prepare(read_recipe(recipe(tmp_path, base, fsdp=True)), progress=False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     sharded = prepare(read_recipe(recipe(tmp_path, base, fsdp=True)), progress=False).arguments
     assert sharded.fsdp_config["version"] == 2
     assert sharded.fsdp_config["transformer_layer_cls_to_wrap"] == ["Mamba2Block"]
@@ -68,9 +71,9 @@ def test_what_a_frozen_plan_needs_is_set(tmp_path):
         prepare(read_recipe(recipe(tmp_path, base, fsdp=True, retrace={"every": 2})), progress=False)
 
 
-def test_a_sharded_training_goes_on(tmp_path):
+def test_a_training_of_two_processes_goes_on(tmp_path):
     base = model_folder(tmp_path / "base")
-    data = recipe(tmp_path, base, fsdp=True, per_device_train_batch_size=2, lr_scheduler_type="constant")
+    data = recipe(tmp_path, base, per_device_train_batch_size=2, lr_scheduler_type="constant")
     del data["use_cpu"]
     data["learning_rate"] = 1e-3
     whole = launched({**data, "output_dir": str(tmp_path / "whole")}, tmp_path, 2)

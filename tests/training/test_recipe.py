@@ -369,7 +369,6 @@ def test_bars_are_drawn_only_where_they_are_wanted():
         ({"warmup_steps": -1}, "warmup_steps"),
         ({"logging_steps": 0}, "non-zero --logging_steps"),
         ({"accelerator_config": {"x": 1}}, "unexpected keyword argument 'x'"),
-        ({"load_best_model_at_end": True, "save_steps": 70}, "round multiple"),
     ],
 )  # fmt: skip
 def test_what_the_trainer_refuses_is_said_in_one_line(changes, why):

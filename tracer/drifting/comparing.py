@@ -216,7 +216,7 @@ def _assembled(
         "largest": list(swap.fragile),
         "largest_without_first": list(swap.fragile_without_first),
         "warnings": ["no weight of a block differs: the rest of the drift comes from embeddings, norm or head"]
-        if swap.table["jsd"].max() == 0 and jsd.max() > 0
+        if not depths["weights"].max() > 0 and jsd.max() > 0
         else [],
     }
     arrays = {"cosine": near, "jsd": jsd, "jsd_swap_weights": own.arrays[f"jsd_{SWAP}"]}

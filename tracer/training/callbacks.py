@@ -57,8 +57,6 @@ class Gradients(TrainerCallback):
         for name, parameter in model.named_parameters():
             if parameter.grad is not None and not torch.isfinite(_local(parameter.grad)).all():
                 raise TrainingStopped(f"the gradient of {name} is not finite at step {state.global_step + 1}")
-            if parameter.grad is not None and args.max_grad_norm and args.max_grad_norm > 0:
-                break  # clipping has spread whatever is not finite over all of them
 
     def _check_first(self, model: nn.Module) -> None:
         without, frozen, zero = [], [], []

@@ -55,7 +55,8 @@ def checkpoint_fault(folder: Path) -> str | None:
                 pass
         except (OSError, SafetensorError) as error:
             return f"{file.name}: {one_line(error)}"
-    for name in ("optimizer.pt", "scheduler.pt"):
+    optimizer = "optimizer.bin" if (folder / "optimizer.bin").exists() else "optimizer.pt"  # the former of FSDP
+    for name in (optimizer, "scheduler.pt"):
         if not zipfile.is_zipfile(folder / name):  # looks for the directory at the end
             return f"{name} is missing or cut off"
     return None

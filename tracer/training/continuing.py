@@ -13,7 +13,6 @@ from typing import Any
 import pandas as pd
 import torch
 from accelerate import PartialState
-from safetensors import SafetensorError
 from transformers import PrinterCallback, ProgressCallback, set_seed
 
 from tracer.errors import InputError, TrainingStopped
@@ -33,7 +32,7 @@ from tracer.training.packing import Collate, TextCount
 from tracer.training.preparing import Prepared, prepare, tokenizer_of
 from tracer.training.recipe import Recipe, read_recipe
 from tracer.training.results import CptResult, curve_of
-from tracer.training.trainer import PlannedTrainer, perplexity
+from tracer.training.trainer import CheckpointError, PlannedTrainer, perplexity
 
 
 def cpt(
@@ -72,6 +71,7 @@ def cpt(
     shown = progress and state.is_main_process
     folder = read.output_dir
     check_output(folder, resume=resume, force=force)
+    _check_outside(read, folder)
     checkpoint = last_checkpoint(folder) if resume else None
     ready = prepare(read, progress=shown)
     if shown:
@@ -92,6 +92,17 @@ def cpt(
         result = _result(ready, trainer, applied, len(frozen), seconds, [*ready.notes, *notes])
         save_model(trainer, tokenizer_of(ready.model), read, frozen, result)
     return result
+
+
+def _check_outside(recipe: Recipe, folder: Path) -> None:
+    """Refuse inputs inside the output folder, which is emptied before the first step."""
+    plan = recipe.plan if isinstance(recipe.plan, str) else recipe.plan.get("run")
+    sources = [source.path for source in (*recipe.text.values(), *recipe.evaluate.values())]
+    for name in (recipe.model, plan, *sources):
+        if isinstance(name, str) and Path(name).expanduser().exists():
+            place = Path(name).expanduser().resolve()
+            if place.is_relative_to(folder.resolve()):
+                raise InputError(f"{name!r} lies in output_dir {str(folder)!r}: pass another output_dir")
 
 
 @dataclass(frozen=True)
@@ -138,11 +149,13 @@ def _train(trainer: PlannedTrainer, watches: _Watches, folder: Path, checkpoint:
         good = watches.divergence.good or checkpoint
         named = f"the last good checkpoint is {str(good)!r}" if good else "no checkpoint was written before"
         raise TrainingStopped(f"{error}; {named}") from error
-    except (OSError, SafetensorError) as error:
+    except CheckpointError as error:
         _remove_unfinished(folder)
         last = checkpoints(folder)
         kept = f"{last[-1].name} is kept: free space and pass --resume" if last else "free space and begin anew"
         raise InputError(f"a checkpoint cannot be written to {str(folder)!r}: {one_line(error)}; {kept}") from error
+    except OSError as error:
+        raise InputError(f"the training broke off, since something cannot be read: {one_line(error)}") from error
     except torch.OutOfMemoryError as error:
         raise InputError(
             "a step does not fit into the memory of the device: pass a smaller per_device_train_batch_size or "

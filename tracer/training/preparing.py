@@ -12,11 +12,13 @@ from tracer.errors import InputError
 from tracer.freezing.cost import Prices, price
 from tracer.freezing.plan import FreezePlan
 from tracer.freezing.plan import plan as make_plan
-from tracer.models.cache import one_line
 from tracer.models.traced import TracedModel, load
 from tracer.training.packing import LEAK, Cutter, TextCount, isolation_gap, mixed
 from tracer.training.recipe import Recipe
 from tracer.training.sources import Documents, open_documents, split_documents
+
+PLAN_KEYS = ("run", "rule", "ablation", "embeddings", "norm", "head", "allow_degenerate")
+"""What a recipe may say about a plan that it makes: arguments of `tracer.plan`."""
 
 SHUFFLED = 1000
 """Documents of a streamed text among which the next one is drawn."""
@@ -158,12 +160,12 @@ class _Preparation:
             plan = FreezePlan.load(said)
         else:
             options = dict(said)
-            run = options.pop("run", model)
-            try:
-                plan = make_plan(run, **options)
-            except TypeError as error:
-                known = "run, rule, ablation, embeddings, norm, head, allow_degenerate"
-                raise InputError(f"plan: {one_line(error)}: pass the keys {known}") from error
+            for key, value in options.items():
+                if key not in PLAN_KEYS:
+                    raise InputError(f"plan: unknown key {key!r}: pass {', '.join(PLAN_KEYS)}")
+                if not isinstance(value, bool if key == "allow_degenerate" else str):
+                    raise InputError(f"plan: {key} is {value!r}: pass a text, or true or false for allow_degenerate")
+            plan = make_plan(options.pop("run", model), **options)
         self._check_fingerprint(plan, model)
         if not plan.trained_names():
             raise InputError(f"plan {plan.rule!r} trains nothing: train a block, the embeddings, the norm or the head")
@@ -257,6 +259,10 @@ class _Preparation:
         if recipe.packing == "none":
             more["include_num_input_tokens_seen"] = "non_padding"
         if recipe.arguments.get("fsdp"):
+            if not torch.accelerator.is_available():
+                raise InputError(
+                    "fsdp shards over accelerators; on CPUs accelerate would run DDP instead: leave it out"
+                )
             more["fsdp"] = True
             more["fsdp_config"] = {
                 **(recipe.arguments.get("fsdp_config") or {}),

@@ -56,6 +56,13 @@ REFUSED: Mapping[str, str] = {
     "use_cache": "nobody reads it, and with it transformers does not keep isolated documents apart",
     "hub_token": "it would be written into the output; log in with hf auth login",
     "push_to_hub_token": "it would be written into the output; log in with hf auth login",
+    "load_best_model_at_end": "the model that is measured and the one that is saved would differ",
+    "save_only_model": "a training could not go on from such a checkpoint",
+    "batch_eval_metrics": "losses are summed over all windows",
+    "eval_do_concat_batches": "losses are summed over all windows",
+    "use_liger_kernel": "it gives no logits, which texts are measured by",
+    "bf16_full_eval": "it changes the weights that are saved",
+    "fp16_full_eval": "it changes the weights that are saved",
     "do_train": "it always trains",
     "do_eval": "name texts under evaluate",
     "do_predict": "use tracer eval",
@@ -195,7 +202,7 @@ class Recipe:
     @property
     def output_dir(self) -> Path:
         """Where the model and all about its training go."""
-        return Path(self.arguments["output_dir"])
+        return Path(self.arguments["output_dir"]).expanduser()
 
     @property
     def seed(self) -> int:
@@ -213,7 +220,7 @@ class Recipe:
             InputError: they contradict each other, or the machine.
         """
         own = {key: value for key, value in self.arguments.items() if not key.startswith("gradient_checkpointing")}
-        settings = {**OURS, **own, **FIXED, **more}
+        settings = {**OURS, **own, **FIXED, **more, "output_dir": str(self.output_dir)}
         if not progress:
             settings["disable_tqdm"] = True
         if not self.evaluate and not any(source.held_out for source in self.text.values()):

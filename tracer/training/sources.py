@@ -30,7 +30,7 @@ def open_documents(source: TextSource, *, progress: bool = True) -> Documents:
     """
     with _bars(progress), _readable(source):
         if source.path is not None:
-            found = _of_files(source, Path(source.path))
+            found = _of_files(source, Path(source.path).expanduser())
         else:
             assert source.dataset is not None
             found = datasets.load_dataset(source.dataset, source.config, split=source.split, streaming=source.streaming)
@@ -69,7 +69,7 @@ def _readable(source: TextSource) -> Iterator[None]:
 
 
 def split_documents(documents: datasets.Dataset, share: float, seed: int) -> tuple[datasets.Dataset, datasets.Dataset]:
-    """Documents to train on and documents to measure on, drawn whole.
+    """Documents to train on and documents to measure on, drawn whole; no text stands in both.
 
     Raises:
         InputError: there are too few for either.
@@ -81,7 +81,12 @@ def split_documents(documents: datasets.Dataset, share: float, seed: int) -> tup
             "or name a text to measure under evaluate"
         )
     order = rng(seed, "held out").permutation(len(documents)).tolist()
-    return documents.select(sorted(order[held:])), documents.select(sorted(order[:held]))
+    texts = documents["text"][:]
+    measured = {texts[index] for index in order[:held]}
+    train = [index for index in sorted(order[held:]) if texts[index] not in measured]
+    if not train:
+        raise InputError(f"all {len(documents)} documents are alike, so that none can be held out: pass other text")
+    return documents.select(train), documents.select(sorted(order[:held]))
 
 
 def _has_text(row: dict[str, Any]) -> bool:

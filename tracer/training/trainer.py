@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import EvalPrediction, Trainer
 
@@ -14,6 +15,10 @@ from tracer.training.packing import IGNORED
 
 UNDECAYED = ("A_log", "D", "dt_bias")
 """Parameters of recurrent mixers that are rates, not weights; weight decay would pull the rates to fixed values."""
+
+
+class CheckpointError(OSError):
+    """A checkpoint could not be written."""
 
 
 class PlannedTrainer(Trainer):
@@ -26,8 +31,8 @@ class PlannedTrainer(Trainer):
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         try:
             super()._save_checkpoint(*args, **kwargs)
-        except RuntimeError as error:  # what torch says when the disk is full
-            raise OSError(one_line(error)) from error
+        except (OSError, SafetensorError, RuntimeError) as error:  # torch raises the last one when the disk is full
+            raise CheckpointError(one_line(error)) from error
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Parameters that weight decay applies to: matrices, but no norms, biases, or rates of recurrences."""
