@@ -48,7 +48,7 @@ def side_by_side(results: Sequence[TraceResult]) -> str:
                 f"{int(result.probes['answered'].sum())}/{len(result.probes)}",
                 "none"
                 if found["estimate"] is None
-                else f"{found['estimate']:.3g}  {_range(found['low'], found['high'])}",
+                else f"{found['estimate']:.3g}  {bounds(found['low'], found['high'])}",
                 "" if found["estimate"] is None else f"{found['estimate'] / max(1, n - 1):.2f}",
                 "" if entry is None else spans(entry["fragile"]),
                 "" if entry is None else spans(entry["fragile_without_first"]),
@@ -87,7 +87,7 @@ def _groups(result: TraceResult) -> str:
                 str(row["n"]),
                 f"{row['answered']} ({row['answered'] / row['n']:.0%})" if row["n"] else "0",
                 "" if pd.isna(row["p_value"]) else f"{row['p_value']:.4f}",
-                f"{row['block']:.3g}  {_range(row['block_low'], row['block_high'])}" if measured else "none",
+                f"{row['block']:.3g}  {bounds(row['block_low'], row['block_high'])}" if measured else "none",
                 f"{row['depth']:.2f}" if measured else textwrap.shorten(row["why_not"], 52, placeholder=" ..."),
             )
         )
@@ -95,7 +95,7 @@ def _groups(result: TraceResult) -> str:
     title = f"Task particles: median block of 0..{last} over answered probes that have one"
     if block is not None:
         overall = result.run["particle_block"]
-        title += f"; over groups {block:.3g} {_range(overall['low'], overall['high'])}"
+        title += f"; over groups {block:.3g} {bounds(overall['low'], overall['high'])}"
     return title + "\n" + _table(("group", "probes", "answered", "p", "block", "depth"), rows, left=(0, 4, 5))
 
 
@@ -126,7 +126,7 @@ def _recovered(result: TraceResult) -> str:
         (
             str(row["block"]),
             row["mixer"],
-            f"{row['recovery']:.2f}  {_range(row['recovery_low'], row['recovery_high'], '.2f')}",
+            f"{row['recovery']:.2f}  {bounds(row['recovery_low'], row['recovery_high'], '.2f')}",
         )
         for row in blocks.to_dict("records")
     ]
@@ -149,7 +149,7 @@ def _fragile(result: TraceResult, kind: str) -> str:
         (
             str(row["block"]),
             row["mixer"],
-            f"{row[f'jsd_{kind}']:.3f}  {_range(row[f'jsd_low_{kind}'], row[f'jsd_high_{kind}'], '.3f')}",
+            f"{row[f'jsd_{kind}']:.3f}  {bounds(row[f'jsd_low_{kind}'], row[f'jsd_high_{kind}'], '.3f')}",
             f"{row[f'jsd_share_{kind}']:.2f}",
             "" if np.isnan(row[f"jsd_answered_{kind}"]) else f"{row[f'jsd_answered_{kind}']:.3f}",
             f"{row[f'log_p_change_{kind}']:+.2f}",
@@ -187,7 +187,7 @@ def _norms(result: TraceResult) -> list[str]:
 def _by_mixer(rows: Sequence[dict[str, Any]]) -> str:
     return "; ".join(
         f"{row['mixer']} ({row['blocks']} block{'s' if row['blocks'] > 1 else ''}) {row['jsd']:.3f} "
-        f"{_range(row['jsd_low'], row['jsd_high'], '.3f')}".rstrip()
+        f"{bounds(row['jsd_low'], row['jsd_high'], '.3f')}".rstrip()
         for row in rows
     )
 
@@ -210,7 +210,8 @@ def spans(blocks: Sequence[int]) -> str:
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs) or "none"
 
 
-def _range(low: float | None, high: float | None, style: str = ".3g") -> str:
+def bounds(low: float | None, high: float | None, style: str = ".3g") -> str:
+    """An interval as text, `[low, high]`; empty where there is none."""
     return "" if low is None or high is None or np.isnan(low) else f"[{low:{style}}, {high:{style}}]"
 
 

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from tracer.errors import one_of
 from tracer.results import SavedResult
-from tracer.summary import spans
+from tracer.summary import bounds, spans
 
 SCHEMA = 1
 FILES = ("arrays.safetensors", "depths.csv", "probes.jsonl", "run.json")
@@ -74,8 +74,8 @@ class DriftResult(SavedResult):
         lines = [
             f"{run['continued']['name']} against {run['base']['name']} ({run['base']['anatomy']['model_class']}, "
             f"{len(blocks)} blocks), {len(self.probes)} probes ({run['arguments']['probes']}); 95 % intervals",
-            f"outputs: JSD {output['estimate']:.4f} {_range(output['low'], output['high'])} nats; answered by both "
-            f"{answered['both']}, only before {answered['only_base']}, only after {answered['only_continued']}, by "
+            f"outputs: JSD {output['estimate']:.4f} {bounds(output['low'], output['high'], '.4f')} nats; answered by "
+            f"both {answered['both']}, only before {answered['only_base']}, only after {answered['only_continued']}, by "
             f"neither {answered['neither']}",
             f"median particle block: {_block(run['particles']['base'])} before, "
             f"{_block(run['particles']['continued'])} after",
@@ -95,15 +95,10 @@ class DriftResult(SavedResult):
 
 def _intervals(table: pd.DataFrame, name: str) -> list[str]:
     rows = table[[name, f"{name}_low", f"{name}_high"]].to_numpy(dtype=float)
-    return [f"{mean:.4f} {_range(low, high)}".rstrip() for mean, low, high in rows]
-
-
-def _range(low: float | None, high: float | None) -> str:
-    return "" if low is None or high is None or np.isnan(low) else f"[{low:.4f}, {high:.4f}]"
+    return [f"{mean:.4f} {bounds(low, high, '.4f')}".rstrip() for mean, low, high in rows]
 
 
 def _block(found: dict[str, Any]) -> str:
     if found["estimate"] is None:
         return "none"
-    low, high = found["low"], found["high"]
-    return f"{found['estimate']:g}" + ("" if low is None else f" [{low:g}, {high:g}]")
+    return f"{found['estimate']:g} {bounds(found['low'], found['high'], 'g')}".rstrip()

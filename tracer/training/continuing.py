@@ -1,6 +1,5 @@
 """The verb `cpt`: continued pre-training of a model by a recipe."""
 
-import math
 import shutil
 import sys
 import time
@@ -10,7 +9,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import torch
 from accelerate import PartialState
 from transformers import PrinterCallback, ProgressCallback, set_seed
@@ -28,11 +26,11 @@ from tracer.training.checkpoints import checkpoint_fault, checkpoints, last_chec
 from tracer.training.frozen import frozen_digests
 from tracer.training.memory import peak_memory
 from tracer.training.output import TRACES, begin, check_output, recipe_data, save_model
-from tracer.training.packing import Collate, TextCount
+from tracer.training.packing import Collate
 from tracer.training.preparing import Prepared, prepare, tokenizer_of
 from tracer.training.recipe import Recipe, read_recipe
-from tracer.training.results import CptResult, curve_of
-from tracer.training.trainer import CheckpointError, PlannedTrainer, perplexity
+from tracer.training.results import CptResult, curve_of, measures_at
+from tracer.training.trainer import CheckpointError, PlannedTrainer
 
 
 def cpt(
@@ -170,11 +168,8 @@ def _result(
     curve = curve_of(state.log_history, list(texts.measured))
     tokens = int(state.num_input_tokens_seen)
     measured = {
-        name: {
-            "before": _measures(curve.loc[curve["step"] == 0, f"{name}_loss"], count),
-            "after": _measures(curve.loc[curve["step"] == state.global_step, f"{name}_loss"], count),
-        }
-        for name, count in texts.measured_counts.items()
+        name: {"before": measures_at(curve, 0, name), "after": measures_at(curve, state.global_step, name)}
+        for name in texts.measured
     }
     run = {
         "recipe": recipe_data(recipe),
@@ -217,18 +212,6 @@ def _without_cache(model: TracedModel) -> Iterator[None]:
     finally:
         if before is not None:
             config.use_cache = before
-
-
-def _measures(losses: pd.Series, count: TextCount) -> dict[str, float] | None:
-    """The measures of a text at one step; None where it was not measured there."""
-    if losses.dropna().empty:
-        return None
-    loss = float(losses.dropna().iloc[0])
-    return {
-        "loss": loss,
-        "perplexity": perplexity(loss),
-        "bits_per_byte": loss / math.log(2) / count.bytes_per_token,
-    }
 
 
 def _measured_at(history: list[dict[str, Any]], step: int) -> bool:

@@ -76,9 +76,7 @@ def begin(folder: Path, recipe: Recipe, plan: FreezePlan, *, resume: bool) -> No
             shutil.rmtree(folder)
         folder.mkdir(parents=True)
         plan.save(folder / PLAN)
-        (folder / RECIPE).write_text(
-            yaml.dump(recipe_data(recipe), Dumper=Dumper, sort_keys=False, allow_unicode=True), "utf-8"
-        )
+        (folder / RECIPE).write_text(_recipe_text(recipe), "utf-8")
         (folder / BEGUN).write_text(json.dumps(says, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise InputError(f"output_dir {str(folder)!r} cannot be written: {error.strerror or error}") from error
@@ -122,6 +120,10 @@ def recipe_data(recipe: Recipe) -> dict[str, Any]:
     if "retrace" in data:
         data["retrace"] = plain(recipe.retrace)
     return {**{k: dict(v) if isinstance(v, Mapping) else v for k, v in data.items()}, **arguments}
+
+
+def _recipe_text(recipe: Recipe) -> str:
+    return yaml.dump(recipe_data(recipe), Dumper=Dumper, sort_keys=False, allow_unicode=True)
 
 
 def save_model(
@@ -226,7 +228,7 @@ def card(result: CptResult, recipe: Recipe) -> ModelCard:
             "## Recipe",
             "",
             "```yaml",
-            yaml.dump(recipe_data(recipe), Dumper=Dumper, sort_keys=False, allow_unicode=True).rstrip(),
+            _recipe_text(recipe).rstrip(),
             "```",
             "",
         ]

@@ -121,7 +121,7 @@ class _Preparation:
     def prepared(self) -> Prepared:
         self.recipe.training_arguments(progress=False, **_places())  # wrong settings cost nothing to find
         opened_texts = self._open_texts()  # first, since a wrong path should not cost the loading of a model
-        model = self._load()
+        model = self._load(self.recipe.dtype)
         plan = self._plan(model)
         texts = self._cut(model, *opened_texts)
         prices, notes = self._price(plan, model)
@@ -142,12 +142,12 @@ class _Preparation:
             measured[name] = open_documents(source, progress=self.progress)
         return train, measured
 
-    def _load(self) -> TracedModel:
+    def _load(self, dtype: str) -> TracedModel:
         recipe = self.recipe
         return load(
             recipe.model,
             backend="hooks",
-            dtype=recipe.dtype,
+            dtype=dtype,
             revision=recipe.revision,
             trust_remote_code=recipe.trust_remote_code,
             progress=self.progress,
@@ -174,24 +174,15 @@ class _Preparation:
     def _check_fingerprint(self, plan: FreezePlan, model: TracedModel) -> None:
         assert model.parts is not None
         plan.check_parts(model.parts)
-        known, dtype = plan.model["fingerprint"], plan.model["dtype"]
-        if known == model.fingerprint():
+        known, dtype, own = plan.model["fingerprint"], plan.model["dtype"], model.fingerprint()
+        if known == own:
             return
-        if dtype != model.opened.dtype:  # it was traced in another precision, in which its weights are other numbers
-            recipe = self.recipe
-            other = load(
-                recipe.model,
-                backend="hooks",
-                dtype=dtype,
-                revision=recipe.revision,
-                trust_remote_code=recipe.trust_remote_code,
-                progress=False,
-            )
-            if known == other.fingerprint():
-                return
+        # One that was traced in another precision has other numbers as weights there.
+        if dtype != model.opened.dtype and known == self._load(dtype).fingerprint():
+            return
         raise InputError(
-            f"the plan was made for other weights than those of {model.name} (fingerprint {known}, not "
-            f"{model.fingerprint()}): trace this model and plan anew"
+            f"the plan was made for other weights than those of {model.name} (fingerprint {known}, not {own}): trace "
+            "this model and plan anew"
         )
 
     def _cut(self, model: TracedModel, train: Mapping[str, Documents], measured: Mapping[str, Documents]) -> Texts:

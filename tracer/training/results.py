@@ -18,6 +18,9 @@ SCHEMA = 1
 RUN, CURVE = "training.json", "curve.csv"
 """The files of a result; the first one holds everything but the curve."""
 
+MEASURES = ("loss", "perplexity", "bits_per_byte")
+"""What is measured of a text: nats a token, its exponential, and bits a byte."""
+
 
 @dataclass(frozen=True, eq=False)
 class CptResult:
@@ -99,7 +102,7 @@ def summary_of(run: Mapping[str, Any]) -> str:
         lines.append(f"predicted time of a step: {run['price']['time_ratio']:.2f} of training everything")
     if run["measured"]:
         rows = [
-            (name, *(_spelt(found[when], key) for key in ("loss", "perplexity", "bits_per_byte") for when in WHEN))
+            (name, *(_spelt(found[when], key) for key in MEASURES for when in WHEN))
             for name, found in run["measured"].items()
         ]
         columns = ["text", *(f"{key} {when}" for key in ("loss", "perplexity", "bits/byte") for when in WHEN)]
@@ -145,10 +148,16 @@ def curve_of(history: Sequence[Mapping[str, Any]], measured: Sequence[str]) -> p
     names = {"loss": "loss", "learning_rate": "learning_rate", "grad_norm": "grad_norm"}
     names |= {"num_input_tokens_seen": "tokens", "bytes_seen": "bytes"}
     for text in measured:
-        names |= {f"eval_{text}_{key}": f"{text}_{key}" for key in ("loss", "perplexity", "bits_per_byte")}
+        names |= {f"eval_{text}_{key}": f"{text}_{key}" for key in MEASURES}
     rows: dict[int, dict[str, Any]] = {}
     for entry in history:
         found = {name: float(entry[key]) for key, name in names.items() if key in entry}
         if set(found) - {"tokens", "bytes"}:
             rows.setdefault(entry["step"], {"step": entry["step"]}).update(found)
     return pd.DataFrame([rows[step] for step in sorted(rows)], columns=["step", *names.values()])
+
+
+def measures_at(curve: pd.DataFrame, step: int, text: str) -> dict[str, float] | None:
+    """The measures of a text at one step of a curve; None where it was not measured there."""
+    found = curve.loc[curve["step"] == step, [f"{text}_{key}" for key in MEASURES]].dropna()
+    return None if found.empty else dict(zip(MEASURES, found.iloc[0].tolist(), strict=True))

@@ -144,11 +144,11 @@ def _check_utf8(path: Path) -> None:
 @contextmanager
 def _bars(progress: bool) -> Iterator[None]:
     """Progress bars of `datasets` only where they are wanted."""
-    shown = datasets.are_progress_bars_disabled()
+    hidden = datasets.are_progress_bars_disabled()
     if not progress:
         datasets.disable_progress_bars()
     try:
         yield
     finally:
-        if not progress and not shown:
+        if not progress and not hidden:
             datasets.enable_progress_bars()
