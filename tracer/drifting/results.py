@@ -60,6 +60,7 @@ class DriftResult(SavedResult):
     def summary(self) -> str:
         """The result as text for a terminal."""
         run, output, answered = self.run, self.run["output"], self.run["answered"]
+        interval = bounds(output["low"], output["high"], ".4f")
         blocks = self.depths.dropna(subset=["block"])
         shown = pd.DataFrame(
             {
@@ -74,8 +75,8 @@ class DriftResult(SavedResult):
         lines = [
             f"{run['continued']['name']} against {run['base']['name']} ({run['base']['anatomy']['model_class']}, "
             f"{len(blocks)} blocks), {len(self.probes)} probes ({run['arguments']['probes']}); 95 % intervals",
-            f"outputs: JSD {output['estimate']:.4f} {bounds(output['low'], output['high'], '.4f')} nats; answered by "
-            f"both {answered['both']}, only before {answered['only_base']}, only after {answered['only_continued']}, by "
+            f"outputs: JSD {output['estimate']:.4f} {interval} nats; answered by both "
+            f"{answered['both']}, only before {answered['only_base']}, only after {answered['only_continued']}, by "
             f"neither {answered['neither']}",
             f"median particle block: {_block(run['particles']['base'])} before, "
             f"{_block(run['particles']['continued'])} after",
