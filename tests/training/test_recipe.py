@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 import yaml
 
 from tracer.errors import InputError
@@ -330,11 +331,22 @@ def test_defaults_reach_the_trainer_and_own_values_win():
     for key, value in {**OURS, **FIXED}.items():
         found = getattr(arguments, key)
         assert found == value or (key == "report_to" and found == [])
-    assert not arguments.disable_tqdm
     own = {"eval_steps": 7, "eval_on_start": False, "logging_steps": 3, "save_steps": 11, "save_total_limit": 5}
     arguments = recipe(**MEASURED, **own, learning_rate=1e-3, seed=9).training_arguments(progress=True)
     assert {key: getattr(arguments, key) for key in own} == own
     assert (arguments.learning_rate, arguments.seed, arguments.output_dir) == (1e-3, 9, "out")
+
+
+@pytest.mark.parametrize("level", ["info", "error"])
+def test_progress_is_as_it_was_asked_for_whatever_the_log_says(level):
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity(getattr(transformers.logging, level.upper()))
+    try:
+        assert not recipe().training_arguments(progress=True).disable_tqdm
+        assert recipe().training_arguments(progress=False).disable_tqdm
+        assert recipe(disable_tqdm=True).training_arguments(progress=True).disable_tqdm
+    finally:
+        transformers.logging.set_verbosity(before)
 
 
 def test_what_the_model_asks_for_wins_over_the_recipe():

@@ -262,9 +262,7 @@ class _Preparation:
             }
             if recipe.retrace is not None:
                 raise InputError("retrace needs whole blocks, which fsdp shards over processes: leave one of them out")
-        arguments = recipe.training_arguments(progress=self.progress, **more)
-        arguments.disable_tqdm = arguments.disable_tqdm or not self.progress
-        return arguments
+        return recipe.training_arguments(progress=self.progress, **more)
 
 
 def _places() -> dict[str, Any]:

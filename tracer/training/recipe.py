@@ -221,8 +221,8 @@ class Recipe:
         """
         own = {key: value for key, value in self.arguments.items() if not key.startswith("gradient_checkpointing")}
         settings = {**OURS, **own, **FIXED, **more, "output_dir": str(self.output_dir)}
-        if not progress:
-            settings["disable_tqdm"] = True
+        # Said in any case: left out, it follows the verbosity of transformers' log.
+        settings["disable_tqdm"] = not progress or bool(own.get("disable_tqdm"))
         if not self.evaluate and not any(source.held_out for source in self.text.values()):
             settings |= {"eval_strategy": "no", "eval_on_start": False, "eval_steps": None}
         found = make_arguments(settings)
