@@ -2,8 +2,9 @@
 
 `python benchmarks/step_time.py` prints, for several plans on SmolLM2-135M, the median time of a step (forward,
 backward, AdamW) as a ratio to `full`, with the quartiles over rounds, beside the predicted ratio, tokens a second, the
-bytes of the moments, and the most memory that a process under the plan alone holds. Steps of all plans alternate in one
-process, so that what else the machine does slows them alike; the memory is measured in one process a plan.
+bytes of the moments, and the most memory that a process under the plan alone holds. Plans alternate in one process, so
+that what else the machine does slows them alike; of each turn's two steps the second one counts, since the first pays
+for memory that the plan before had given back. The memory is measured in one process a plan.
 """
 
 import argparse
@@ -71,9 +72,9 @@ def measure(name: str, batch: int, block_size: int, rounds: int) -> pd.DataFrame
     times: dict[str, list[float]] = {label: [] for label in PLANS}
     for number in range(rounds + 1):
         for label, stepper in steppers.items():
-            seconds = stepper.step()
+            stepper.step()
             if number:  # the first round makes the moments
-                times[label].append(seconds)
+                times[label].append(stepper.step())
     rows = []
     full = np.array(times["full"])
     for label, stepper in steppers.items():
@@ -118,10 +119,10 @@ def alone(label: str, name: str, batch: int, block_size: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m-instruct-q4_1")
-    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--block-size", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1, help="one varies least (default: 1)")
     parser.add_argument("--out", type=Path, help="also write the table as CSV")
     parser.add_argument("--alone", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -130,10 +131,9 @@ def main() -> None:
         alone(options.alone, options.model, options.batch, options.block_size)
         return
     table = measure(options.model, options.batch, options.block_size, options.rounds)
-    print(
-        f"{options.model}, steps of {options.batch} x {options.block_size} tokens, {options.rounds} rounds, float32, "
-    )
-    print(f"{options.threads} threads; moments and peak memory in MiB\n")
+    size = f"{options.batch} x {options.block_size} tokens"
+    print(f"{options.model}, steps of {size}, {options.rounds} rounds, float32, threads: {options.threads};")
+    print("moments and peak memory in MiB\n")
     print(table.to_string(index=False, float_format=lambda number: f"{number:.3f}"))
     worst = table["error"].abs().max()
     naive = (1 - table["measured"]).abs().max()

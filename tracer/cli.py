@@ -193,6 +193,11 @@ def trace(models: tuple[str, ...], out: str, no_figures: bool, quiet: bool, **op
     click.echo(f"\nsaved in {out}" + ("" if no_figures else ", figures in its folder figures"))
 
 
+def _names(joined: str | None) -> list[str] | None:
+    """Names separated by commas."""
+    return None if joined is None else [name.strip() for name in joined.split(",") if name.strip()]
+
+
 def _traced(model: str, folder: Path, *, figures: bool, quiet: bool, **options: Any) -> Any:
     """Trace one model and draw its figures."""
     from tracer.tracing import trace as run_trace
@@ -200,7 +205,7 @@ def _traced(model: str, folder: Path, *, figures: bool, quiet: bool, **options: 
     groups = options.pop("groups")
     result = run_trace(
         model,
-        groups=None if groups is None else [name.strip() for name in groups.split(",") if name.strip()],
+        groups=_names(groups),
         out=folder,
         progress=not quiet,
         **options,
@@ -267,7 +272,7 @@ def patch(model: str, out: str, no_figures: bool, quiet: bool, groups: str | Non
         check_free(folder, force=options["force"], files=FILES)
         result = run_patch(
             model,
-            groups=None if groups is None else [name.strip() for name in groups.split(",") if name.strip()],
+            groups=_names(groups),
             out=out,
             progress=not quiet,
             load_options=load_options,
@@ -411,7 +416,7 @@ def zoo(name: str | None, folder: str | None) -> None:
 @click.option("--block-size", default=512, show_default=True, help="For --price: tokens of a sequence.")
 @click.option("--batch", default=1, show_default=True, help="For --price: sequences of a step.")
 @click.option("--dtype", help="For --price: what is trained in (default: that of the trace).")
-@click.option("--force", is_flag=True, help="Replace the file in --out.")
+@click.option("--force", is_flag=True, help="Replace the files in --out and --figure.")
 def plan(
     run: str,
     figure: str | None,
@@ -439,14 +444,21 @@ def plan(
 
     from tracer.freezing.plan import plan as make_plan
 
+    if export is not None and priced:
+        raise InputError("--export prints a file for another tool, --price a table: pass one of them at a time")
+    picture = None
+    if figure is not None:
+        from tracer.plots import figure_file, write_figure
+
+        picture = figure_file(figure, force=options["force"])
     made = make_plan(run, **options)
     if export is None:
         click.echo(made.summary())
     else:
         fields = {"unfrozen_parameters": made.axolotl()} if export == "axolotl" else made.peft()
         click.echo(yaml.safe_dump(fields, sort_keys=False).rstrip())
-    if figure is not None:
-        made.plot().savefig(figure, dpi=200)
+    if picture is not None:
+        write_figure(made.plot(), picture)
     if priced:
         from tracer.freezing.cost import price
         from tracer.models.loading import open_model
@@ -495,8 +507,9 @@ def cpt(
         raise InputError("no recipe was named: pass a YAML file, or --example for one")
     from accelerate import PartialState
 
-    from tracer.training import cpt as continue_training
-    from tracer.training.preparing import prepare
+    from tracer.training.continuing import check
+    from tracer.training.continuing import cpt as continue_training
+    from tracer.training.output import BEGUN
     from tracer.training.recipe import read_recipe, yaml_value
 
     bare = [setting for setting in settings if "=" not in setting]
@@ -504,13 +517,18 @@ def cpt(
         raise InputError(f"--set {bare[0]!r}: pass KEY=VALUE")
     pairs = (setting.split("=", 1) for setting in settings)
     read = read_recipe(recipe, {key: yaml_value(value) for key, value in pairs})
-    if dry_run:
-        click.echo(prepare(read, progress=not quiet).summary())
-        return
     try:
+        if dry_run:
+            ready, checkpoint = check(read, resume=resume, force=force, progress=not quiet)
+            if PartialState().is_main_process:
+                start = "" if checkpoint is None else f"\n\nit would go on from {checkpoint}"
+                click.echo(f"{ready.summary()}{start}")
+            return
         result = continue_training(read, resume=resume, force=force, progress=not quiet)
     except KeyboardInterrupt:
-        click.echo("\ntracer: interrupted; go on from the last checkpoint with --resume", err=True)
+        begun = not dry_run and (read.output_dir / BEGUN).is_file()
+        then = "go on from the last checkpoint with --resume" if begun else "nothing was written"
+        click.echo(f"\ntracer: interrupted; {then}", err=True)
         sys.exit(130)
     if not PartialState().is_main_process:
         return
@@ -551,9 +569,8 @@ def drift(base: str, continued: str, out: str | None, groups: str | None, quiet:
     options["load_options"] = {key: options.pop(key) for key in _LOAD_OPTIONS}
     if options["load_options"]["backend"] == "auto":
         options["load_options"]["backend"] = "hooks"  # two bridges would cost twice the time to boot
-    names = None if groups is None else [name.strip() for name in groups.split(",")]
     try:
-        result = compare(base, continued, groups=names, out=out, progress=not quiet, **options)
+        result = compare(base, continued, groups=_names(groups), out=out, progress=not quiet, **options)
     except KeyboardInterrupt:
         click.echo("\ntracer: interrupted", err=True)
         sys.exit(130)

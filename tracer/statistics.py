@@ -10,6 +10,7 @@ import hashlib
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -371,18 +372,11 @@ def _bca(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """`(low, high, undefined)`, each `[blocks]`; the percentile interval where BCa is undefined."""
     n = len(values)
-
-    def of_items(items: np.ndarray, axis: int) -> np.ndarray:
-        # SciPy resamples the item numbers, once for all blocks, and takes `[blocks, resamples]` back.
-        rows = items.reshape(-1, items.shape[-1]).astype(np.int64)
-        counts = _counts(rows, np.arange(len(rows))[:, None], (len(rows), n))
-        return _resampled(values, counts, statistic).T.reshape(-1, *items.shape[:-1])
-
     with warnings.catch_warnings(), np.errstate(invalid="ignore", divide="ignore"):
         warnings.simplefilter("ignore", stats.DegenerateDataWarning)
         result = stats.bootstrap(
             (np.arange(n),),
-            of_items,
+            partial(_of_items, values, statistic),
             n_resamples=n_resamples,
             batch=max(1, SLICE // n),
             vectorized=True,
@@ -397,6 +391,13 @@ def _bca(
     ends = np.quantile(result.bootstrap_distribution[undefined], [tail, 1 - tail], axis=-1)
     low[undefined], high[undefined] = ends
     return low, high, undefined
+
+
+def _of_items(values: np.ndarray, statistic: Statistic, items: np.ndarray, axis: int) -> np.ndarray:
+    """SciPy resamples the item numbers, once for all blocks, and takes `[blocks, resamples]` back."""
+    rows = items.reshape(-1, items.shape[-1]).astype(np.int64)
+    counts = _counts(rows, np.arange(len(rows))[:, None], (len(rows), len(values)))
+    return _resampled(values, counts, statistic).T.reshape(-1, *items.shape[:-1])
 
 
 def _two_stage_weights(

@@ -161,14 +161,9 @@ def trace(
     _check_reach(opened, settings)
     if lens is not None:
         lens.check(opened)
-    tokenized = tokenize(probe_set, opened.tokenizer, target=settings.target, skip_bad=skip_bad)
-    check_fit(opened, tokenized.items)
+    tokenized = usable_probes(opened, probe_set, target=settings.target, limit=limit, skip_bad=skip_bad)
     if settings.recovery:
         check_fit(opened, [corrupt_of(item) for item in tokenized.items if item.corrupt_ids is not None])
-    tokenized = replace(tokenized, items=first_of_each_group(tokenized.items, settings.limit))
-    if not tokenized.items:
-        first = f" (the first: {tokenized.skipped[0].reason})" if tokenized.skipped else ""
-        raise InputError(f"none of the {len(probe_set)} probes of {probe_set.name!r} can be used{first}")
     if settings.recovery and all(item.corrupt_ids is None for item in tokenized.items):
         raise InputError(
             f"none of the {len(tokenized)} probes of {probe_set.name!r} has a usable corrupt prompt, which recovery "
@@ -186,6 +181,23 @@ def trace(
         result.save(folder, force=force or resume)
         store.remove()
     return result
+
+
+def usable_probes(
+    model: TracedModel, probes: ProbeSet, *, target: TargetReading, limit: int | None, skip_bad: bool
+) -> TokenizedProbes:
+    """The probes that a trace of a model would use; see `trace` for the arguments.
+
+    Raises:
+        InputError: a probe cannot be used, or none can.
+    """
+    tokenized = tokenize(probes, model.tokenizer, target=target, skip_bad=skip_bad)
+    check_fit(model, tokenized.items)
+    tokenized = replace(tokenized, items=first_of_each_group(tokenized.items, limit))
+    if not tokenized.items:
+        first = f" (the first: {tokenized.skipped[0].reason})" if tokenized.skipped else ""
+        raise InputError(f"none of the {len(probes)} probes of {probes.name!r} can be used{first}")
+    return tokenized
 
 
 def _check_reach(model: TracedModel, settings: Settings) -> None:

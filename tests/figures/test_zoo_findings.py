@@ -73,18 +73,20 @@ def test_what_is_measured_fills_the_page(words, tmp_path, monkeypatch):
     short = {
         name: replace(run, family=replace(run.family, steps=1))
         for name, run in RUNS.items()
-        if name in ("transformer-4", "transformer-8", "transformer-12")
+        if name in ("transformer-4", "transformer-8")
     }
     short |= {"mamba2-8": Run(replace(FAMILIES["mamba2"], steps=1))}
     for name, run in short.items():
         build(run, tmp_path / name)
     monkeypatch.setattr(zoo_findings, "RUNS", short)
+    monkeypatch.setattr(zoo_findings, "SIZES", ("transformer-4", "transformer-8"))
+    monkeypatch.setattr(zoo_findings, "TWINS", 2)
     monkeypatch.setattr(zoo_findings, "LIMIT", 2)
     zoo_findings.measure(tmp_path, tmp_path / "data")
     tables = {path.stem: pd.read_csv(path) for path in (tmp_path / "data").glob("*.csv")}
     assert set(tables["models"]["name"]) == set(short)
-    assert len(tables["halves"]) == 4 * 2 * 2
-    assert len(tables["blocks"]) == 2 * (4 + 8 + 12 + 8)
+    assert len(tables["halves"]) == 3 * 2 * 2
+    assert len(tables["blocks"]) == 2 * (4 + 8 + 8)
     # The twin with the run's own seed is what the run was before its one step.
     blocks = tables["blocks"].set_index(["name", "weights", "block"])["norm_before"]
     assert blocks["mamba2-8", "random", 0] == pytest.approx(blocks["mamba2-8", "trained", 0], rel=0.05)

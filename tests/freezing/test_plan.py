@@ -270,3 +270,15 @@ def test_the_command_prints_saves_draws_and_exports(result, tmp_path, capsys):
     assert run("--export", "axolotl")[1].startswith("unfrozen_parameters:")
     status, _, error = run("--out", str(out))
     assert (status, error.count("\n")) == (2, 1)
+    other = tmp_path / "other.json"
+    for more, why in (
+        (("--figure", str(tmp_path / "plan.doc")), "pass a name that ends in .png, .svg, .pdf"),
+        (("--figure", str(tmp_path / "none" / "plan.png")), "there is no folder"),
+        (("--figure", str(figure)), "exists: pass another file"),
+        (("--export", "peft", "--price"), "pass one of them at a time"),
+    ):
+        status, _, error = run("--out", str(other), *more)
+        assert (status, error.count("\n")) == (2, 1)
+        assert why in error
+        assert not other.exists()
+    assert run("--figure", str(figure), "--force")[0] == 0

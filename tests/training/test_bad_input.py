@@ -60,10 +60,13 @@ def test_every_bad_recipe_is_one_line_and_writes_nothing(capsys, tmp_path, base)
         ({"optim": "sgdd"}, "the Trainer refuses the recipe"),
         ({"text": {"new": {**good["text"]["new"], "held_out": 0.999}}}, "cannot be split"),
         ({"output_dir": str(empty)}, "is a file"),
+        ({"retrace": {"every": 2}}, "none of the 432 probes of 'english' can be used"),
+        ({"retrace": {"every": 2, "ablations": "swap_weights"}}, "compare the two models with tracer drift"),
     ):
-        line = refused(capsys, good | change, tmp_path)
-        assert line.startswith("tracer: "), line
-        assert why in line, line
+        for options in ((), ("--dry-run",)):
+            line = refused(capsys, good | change, tmp_path, *options)
+            assert line.startswith("tracer: "), line
+            assert why in line, line
     assert not (tmp_path / "out").exists()
     frozen = {"rule": "robust:4", "embeddings": "freeze", "norm": "freeze", "head": "freeze", "allow_degenerate": True}
     run = tmp_path / "run"
@@ -94,7 +97,7 @@ def test_a_folder_of_others_is_left_alone(capsys, tmp_path, base):
     out = tmp_path / "out"
     out.mkdir()
     (out / "thesis.tex").write_text("years of work")
-    for option in ((), ("--force",), ("--resume",)):
+    for option in ((), ("--force",), ("--resume",), ("--dry-run",)):
         assert "holds other files (thesis.tex)" in refused(capsys, recipe(tmp_path, base), tmp_path, *option)
     assert (out / "thesis.tex").read_text() == "years of work"
 

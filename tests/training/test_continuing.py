@@ -1,16 +1,20 @@
 """Continued pre-training end to end on tiny models: what moves, what stays, what is saved, and what goes on."""
 
 import json
+import math
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from small_training import model_folder, recipe, text_file
 from tiny import tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerControl, TrainerState, TrainingArguments
 
 import tracer
+from tracer.cli import main
 from tracer.errors import InputError, TrainingStopped
 from tracer.training.callbacks import Gradients
 from tracer.training.trainer import PlannedTrainer
@@ -101,8 +105,16 @@ def test_a_training_goes_on_only_as_it_began(tmp_path):
     ):
         with pytest.raises(InputError, match=why):
             cpt(data | change, resume=True)
+    words = Path(data["text"]["new"]["path"])
+    before = words.read_text()
+    words.write_text(before.replace("w", "w1", 1))
+    with pytest.raises(InputError, match="was begun with other words in text new"):
+        cpt(data, resume=True)
+    words.write_text(before)
     with pytest.raises(InputError, match="holds a finished training: pass --resume, --force"):
         cpt(data)
+    with pytest.raises(InputError, match="resume goes on and force begins anew: pass one of them"):
+        cpt(data, resume=True, force=True)
     cpt(data | {"logging_steps": 2, "save_total_limit": 1}, resume=True)
     forced = cpt(data | {"plan": {"rule": "deep:2"}}, force=True)
     assert forced.run["plan"]["train"] == [2, 3]
@@ -177,6 +189,36 @@ def test_a_loss_that_is_no_number_stops_with_the_last_good_checkpoint(tmp_path):
     assert good
     for tensor in weights(good[0]).values():
         assert tensor.isfinite().all()
+
+
+def test_the_last_good_checkpoint_outlives_later_ones(tmp_path, monkeypatch):
+    """The loss rises slowly: for many checkpoints it is neither near its best nor so far off that training stops."""
+    step, losses = PlannedTrainer.training_step, [1.0, 0.5, 1.2, 1.2, 1.2, 1.2, 2.0]
+
+    def rising(self, *args, **kwargs):
+        step(self, *args, **kwargs)
+        return torch.tensor(losses[self.state.global_step])
+
+    monkeypatch.setattr(PlannedTrainer, "training_step", rising)
+    data = recipe(tmp_path, model_folder(tmp_path / "base"), save_steps=1, max_steps=7, max_loss_rise=1.0)
+    match = r"rose from 0\.500 to 2\.000 by step 7.*; the last good checkpoint is .*checkpoint-2'"
+    with pytest.raises(TrainingStopped, match=match):
+        cpt(data)
+    assert {path.name for path in (tmp_path / "out").glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-6"}
+    with pytest.raises(TrainingStopped, match=match):  # one that goes on knows what was good
+        cpt(data, resume=True)
+
+
+def test_what_is_logged_holds_the_measures(tmp_path):
+    """As those see it who report it elsewhere, whatever the order of callbacks."""
+    cpt(recipe(tmp_path, model_folder(tmp_path / "base")))
+    history = json.loads((tmp_path / "out/checkpoint-6/trainer_state.json").read_text())["log_history"]
+    losses = [entry["eval_old_loss"] for entry in history if "eval_old_loss" in entry]
+    perplexities = [entry["eval_old_perplexity"] for entry in history if "eval_old_perplexity" in entry]
+    assert len(losses) == 3
+    assert perplexities == pytest.approx([math.exp(loss) for loss in losses])
+    assert not any("nll" in key for entry in history for key in entry)
+    assert all(entry["seconds"] > 0 for entry in history)
 
 
 def test_a_diverging_loss_stops(tmp_path):
@@ -260,3 +302,25 @@ def test_bfloat16_and_mixed_precision_train(tmp_path):
         assert result.run["measured"]["new"]["after"]["loss"] < result.run["measured"]["new"]["before"]["loss"]
     dtypes = [{t.dtype for t in weights(tmp_path / f"out{n}").values()} for n in range(2)]
     assert dtypes == [{torch.bfloat16}, {torch.float32}]
+
+
+def test_a_dry_run_says_what_a_training_would_do(tmp_path, capsys):
+    data = recipe(tmp_path, model_folder(tmp_path / "base"), packing="isolated")
+    data["text"]["replay"] = {"path": str(text_file(tmp_path / "replay.txt", 30, seed=2)), "weight": 0.25}
+    data["evaluate"]["new again"] = {"path": data["text"]["new"]["path"], "documents": "line", "limit": 40}
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump(data))
+    with pytest.raises(SystemExit) as stopped:
+        main(["cpt", str(file), "--dry-run", "-q"])
+    assert not stopped.value.code
+    said = capsys.readouterr().out
+    assert re.search(r"text replay: 1 documents, .* 20% of the windows drawn, about \d+\.\d times in an epoch", said)
+    assert re.search(r"! \d+ of the \d+ documents of new again are trained on in new", said)
+    assert "documents of old are trained on" not in said
+    assert not (tmp_path / "out").exists()
+    result = cpt(data)
+    assert any("documents of new again are trained on in new" in note for note in result.run["notes"])
+    with pytest.raises(SystemExit) as stopped:
+        main(["cpt", str(file), "--dry-run", "-q", "--resume"])
+    assert not stopped.value.code
+    assert "it would go on from" in capsys.readouterr().out

@@ -120,22 +120,21 @@ def _streams(
     """Cosine `[depths, probes]`, ratio of mean norms and CKA `[depths]`, and JSD of the outputs `[probes]`."""
     prompts = [list(ids) for ids in own.probes["prompt_ids"]]
     depths = before.n_blocks + 1
-    found: list[np.ndarray | None] = [None, None]
-    jsd = np.zeros(len(prompts))
+    order: list[int] = []
+    found: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
+    divergences = []
     bar = tqdm(total=len(prompts), desc="streams of both", unit="probe", disable=not progress)
     with bar, evaluating(before.model), evaluating(after.model):
         both = (last_streams(model, prompts, batch_tokens=batch_tokens) for model in (before, after))
         for (rows, mine, log_p), (_, others, log_q) in zip(*both, strict=True):
-            for number, streams in enumerate((mine, others)):
-                kept = found[number]
-                if kept is None:
-                    kept = found[number] = np.zeros((depths, len(prompts), streams.shape[2]), dtype=np.float32)
-                kept[:, rows] = streams
-            jsd[rows] = js_divergence(log_p, log_q).numpy()
+            order += rows
+            found[0].append(mine)
+            found[1].append(others)
+            divergences.append(js_divergence(log_p, log_q).numpy())
             bar.update(len(rows))
-    x, y = found
-    assert x is not None
-    assert y is not None
+    back = np.argsort(order)
+    x, y = (np.concatenate(parts, axis=1)[:, back] for parts in found)
+    jsd = np.concatenate(divergences)[back]
     norms = [np.linalg.norm(streams.astype(np.float64), axis=-1).mean(axis=1) for streams in (x, y)]
     ratio = np.divide(norms[1], norms[0], out=np.full(depths, np.nan), where=norms[0] > 0)
     cka = [debiased_cka(torch.from_numpy(a), torch.from_numpy(b)) for a, b in zip(x, y, strict=True)]

@@ -59,13 +59,9 @@ def last_streams(
 
 def all_streams(model: TracedModel, prompts: Sequence[Sequence[int]]) -> np.ndarray:
     """`[depths, prompts, d]` float32 of `last_streams`, in the order of the prompts."""
-    found: np.ndarray | None = None
-    for rows, streams, _ in last_streams(model, prompts):
-        if found is None:
-            found = np.zeros((len(streams), len(prompts), streams.shape[2]), dtype=np.float32)
-        found[:, rows] = streams
-    assert found is not None
-    return found
+    batches = [(rows, streams) for rows, streams, _ in last_streams(model, prompts)]
+    order = [row for rows, _ in batches for row in rows]
+    return np.concatenate([streams for _, streams in batches], axis=1)[:, np.argsort(order)]
 
 
 def cosine(x: np.ndarray, y: np.ndarray) -> np.ndarray:

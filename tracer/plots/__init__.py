@@ -29,7 +29,20 @@ FIGURES = tuple(_DRAWERS)
 
 DPI = 200
 
-__all__ = ["DPI", "FIGURES", "draw", "draw_families", "save_figures", "write_figures"]
+KINDS = (".png", ".svg", ".pdf")
+"""Kinds of pictures that a single figure is written as."""
+
+__all__ = [
+    "DPI",
+    "FIGURES",
+    "KINDS",
+    "draw",
+    "draw_families",
+    "figure_file",
+    "save_figures",
+    "write_figure",
+    "write_figures",
+]
 
 
 def draw(result: TraceResult, figure: str = "joint") -> Figure:
@@ -91,6 +104,34 @@ def write_figures(
             contents[f"{name}.svg"] = _rendered(drawn, "svg", {"Date": None, "Creator": None, **title})
     write_folder(target, contents)
     return [target / name for name in contents]
+
+
+def figure_file(path: str | PathLike[str], *, force: bool = False) -> Path:
+    """A file that a figure may be written to.
+
+    Raises:
+        InputError: it is no kind of picture, it exists already, or its folder does not.
+    """
+    target = Path(path)
+    if target.suffix.lower() not in KINDS:
+        raise InputError(f"figure {str(target)!r}: pass a name that ends in {', '.join(KINDS)}")
+    if target.exists() and not force:
+        raise InputError(f"figure {str(target)!r} exists: pass another file, or force to replace it")
+    if not target.parent.is_dir():
+        raise InputError(f"figure {str(target)!r}: there is no folder {str(target.parent)!r}: pass one that exists")
+    return target
+
+
+def write_figure(figure: Figure, path: Path) -> None:
+    """Write one figure to a file that `figure_file` allows.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    try:
+        path.write_bytes(_rendered(figure, path.suffix.lower().removeprefix("."), {}))
+    except OSError as error:
+        raise InputError(f"figure {str(path)!r} cannot be written: {error.strerror or error}") from error
 
 
 def _rendered(figure: Figure, kind: str, metadata: dict[str, str | None]) -> bytes:

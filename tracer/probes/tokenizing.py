@@ -220,14 +220,14 @@ def _prefixes_space(tokenizer: Tokenizer) -> bool:
 def _runs_into(prompt: str, target: str) -> bool:
     """Whether the target lacks the space that its script would put after the prompt's end."""
     last, first = prompt[-1], target[0]
-
-    def in_word(character: str) -> bool:
-        # Scripts from Latin to Malayalam put spaces between words; Thai (U+0E00) and most after it do not.
-        return character.isalnum() and ord(character) < 0x0E00
-
     if last in _SENTENCE_MARKS:
-        return in_word(first) and first.isalpha()
-    return in_word(last) and in_word(first) and not (last.isdigit() and first.isdigit())
+        return _in_word(first) and first.isalpha()
+    return _in_word(last) and _in_word(first) and not (last.isdigit() and first.isdigit())
+
+
+def _in_word(character: str) -> bool:
+    # Scripts from Latin to Malayalam put spaces between words; Thai (U+0E00) and most after it do not.
+    return character.isalnum() and ord(character) < 0x0E00
 
 
 def _joint_ids(

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import PartialState
+from accelerate.utils import gather_object
 from safetensors.numpy import load_file, save_file
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -22,7 +23,6 @@ from tracer.models.traced import TracedModel
 from tracer.results import TraceResult
 from tracer.tracing import trace
 from tracer.training.recipe import Retrace
-from tracer.training.trainer import perplexity
 
 
 class Gradients(TrainerCallback):
@@ -75,7 +75,9 @@ class Gradients(TrainerCallback):
             )
         if frozen:
             raise TrainingStopped(f"{len(frozen)} frozen parameters got a gradient ({', '.join(frozen[:3])})")
-        self.zero = tuple(zero)
+        # Of a sharded gradient each process sees a part.
+        everywhere: list[set[str]] = gather_object([set(zero)])
+        self.zero = tuple(name for name in zero if all(name in part for part in everywhere))
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -86,18 +88,25 @@ def _local(tensor: Tensor) -> Tensor:
 class Divergence(TrainerCallback):
     """Stops a training whose loss has risen far above its best.
 
+    The last checkpoint that was written while the loss was near its best is the Trainer's `best_model_checkpoint`,
+    which is not deleted when later ones are.
+
     Args:
         most: nats.
-
-    Attributes:
-        good: the last checkpoint that was written while the loss was near its best.
     """
 
     def __init__(self, most: float):
         self.most = most
         self.best = math.inf
         self.last = math.inf
-        self.good: Path | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Called by the Trainer before the first step; one that goes on knows its losses."""
+        losses = [float(entry["loss"]) for entry in state.log_history if "loss" in entry]
+        if losses:
+            self.best, self.last = min(losses), losses[-1]
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Called by the Trainer whenever it logs.
@@ -119,35 +128,7 @@ class Divergence(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Called by the Trainer whenever it has written a checkpoint."""
         if self.last == math.inf or self.last - self.best <= self.most / 2:
-            self.good = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
-
-
-class Measured(TrainerCallback):
-    """Adds perplexity, bits a byte, and bytes seen to what the Trainer logs, before others read it.
-
-    Args:
-        bytes_per_token: of the training text.
-        measured: bytes a token of each text that is measured, by name.
-    """
-
-    def __init__(self, bytes_per_token: float, measured: Mapping[str, float]):
-        self.bytes_per_token = bytes_per_token
-        self.measured = measured
-
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Called by the Trainer whenever it logs."""
-        logs = kwargs["logs"]
-        more = {}
-        if "num_input_tokens_seen" in logs:
-            more["bytes_seen"] = round(self.bytes_per_token * logs["num_input_tokens_seen"])
-        for name, share in self.measured.items():
-            loss = logs.pop(f"eval_{name}_nll", None)
-            if loss is not None:
-                more[f"eval_{name}_loss"] = loss
-                more[f"eval_{name}_perplexity"] = perplexity(loss)
-                more[f"eval_{name}_bits_per_byte"] = loss / math.log(2) / share
-        logs |= more
-        state.log_history[-1] = {key: value for key, value in state.log_history[-1].items() if "_nll" not in key} | more
+            state.best_model_checkpoint = str(Path(str(args.output_dir)) / f"checkpoint-{state.global_step}")
 
 
 class Progress(TrainerCallback):

@@ -2,16 +2,16 @@
 
 import shutil
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import datasets
 import torch
 from accelerate import PartialState
-from transformers import PrinterCallback, ProgressCallback, set_seed
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback, set_seed
 
 from tracer.errors import InputError, TrainingStopped
 from tracer.freezing.plan import Applied
@@ -21,13 +21,13 @@ from tracer.models.loading import text_config
 from tracer.models.traced import TracedModel
 from tracer.results import plain_data
 from tracer.runs import versions
-from tracer.training.callbacks import Divergence, Gradients, Measured, Progress, Retracing, read_retraces
+from tracer.training.callbacks import Divergence, Gradients, Progress, Retracing, read_retraces
 from tracer.training.checkpoints import checkpoint_fault, checkpoints, last_checkpoint
 from tracer.training.frozen import frozen_digests
 from tracer.training.memory import peak_memory
-from tracer.training.output import TRACES, begin, check_output, recipe_data, save_model
+from tracer.training.output import TRACES, begin, check_output, check_same, recipe_data, save_model
 from tracer.training.packing import Collate
-from tracer.training.preparing import Prepared, prepare, tokenizer_of
+from tracer.training.preparing import Prepared, places, prepare, tokenizer_of
 from tracer.training.recipe import Recipe, read_recipe
 from tracer.training.results import CptResult, curve_of, measures_at
 from tracer.training.trainer import CheckpointError, PlannedTrainer
@@ -65,31 +65,54 @@ def cpt(
         >>> print(result.summary())  # doctest: +SKIP
     """
     read = recipe if isinstance(recipe, Recipe) else read_recipe(recipe)
-    state = PartialState()
-    shown = progress and state.is_main_process
-    folder = read.output_dir
-    check_output(folder, resume=resume, force=force)
-    _check_outside(read, folder)
-    checkpoint = last_checkpoint(folder) if resume else None
-    ready = prepare(read, progress=shown)
-    if shown:
+    ready, checkpoint = check(read, resume=resume, force=force, progress=progress)
+    state, folder = PartialState(), read.output_dir
+    if progress and state.is_main_process:
         print(ready.summary(), end="\n\n", file=sys.stderr)
     frozen = frozen_digests(ready.model.model, ready.plan.trained_names())
     applied = ready.plan.apply(ready.model)
     state.wait_for_everyone()  # every process has looked at the folder before one writes into it
     if state.is_main_process:
-        begin(folder, read, ready.plan, resume=resume)
+        begin(folder, ready, resume=resume)
     state.wait_for_everyone()
     with transformers_output(False):  # it draws a bar for every file that it writes
-        began = time.perf_counter()
         with _without_cache(ready.model):
-            trainer, watches = _trainer(ready, resumed=checkpoint is not None)
-            _train(trainer, watches, folder, checkpoint)
-        seconds = time.perf_counter() - began
-        notes = (f"the first gradient of {name} was zero throughout" for name in watches.gradients.zero)
-        result = _result(ready, trainer, applied, len(frozen), seconds, [*ready.notes, *notes])
+            gradients = Gradients(bool(ready.arguments.fp16))
+            trainer = _trainer(ready, gradients, resumed=checkpoint is not None)
+            _train(trainer, folder, checkpoint)
+        notes = (f"the first gradient of {name} was zero throughout" for name in gradients.zero)
+        result = _result(ready, trainer, applied, len(frozen), [*ready.notes, *notes])
         save_model(trainer, tokenizer_of(ready.model), read, frozen, result)
     return result
+
+
+def check(recipe: Recipe, *, resume: bool, force: bool, progress: bool) -> tuple[Prepared, Path | None]:
+    """All that `cpt` checks before it writes anything.
+
+    Args:
+        recipe: of the training.
+        resume: as in `cpt`.
+        force: likewise.
+        progress: likewise.
+
+    Returns:
+        A training that could begin, and the checkpoint that it would go on from.
+
+    Raises:
+        InputError: the recipe, the plan, a text or the folder cannot be used.
+        ModelRefused: the model's blocks cannot be found exactly.
+    """
+    if resume and force:
+        raise InputError("resume goes on and force begins anew: pass one of them")
+    recipe.training_arguments(progress=False, **places())  # wrong settings cost nothing to find; joins the processes
+    folder = recipe.output_dir
+    check_output(folder, resume=resume, force=force)
+    _check_outside(recipe, folder)
+    checkpoint = last_checkpoint(folder) if resume else None
+    ready = prepare(recipe, progress=progress and PartialState().is_main_process)
+    if resume:
+        check_same(folder, ready)
+    return ready, checkpoint
 
 
 def _check_outside(recipe: Recipe, folder: Path) -> None:
@@ -103,48 +126,42 @@ def _check_outside(recipe: Recipe, folder: Path) -> None:
                 raise InputError(f"{name!r} lies in output_dir {str(folder)!r}: pass another output_dir")
 
 
-@dataclass(frozen=True)
-class _Watches:
-    """The callbacks that are asked afterwards."""
-
-    gradients: Gradients
-    divergence: Divergence
-
-
-def _trainer(ready: Prepared, *, resumed: bool) -> tuple[PlannedTrainer, _Watches]:
+def _trainer(ready: Prepared, gradients: Gradients, *, resumed: bool) -> PlannedTrainer:
     recipe, texts, arguments = ready.recipe, ready.texts, ready.arguments
     set_seed(arguments.seed)
     if resumed:
         arguments.eval_on_start = False
-    watches = _Watches(Gradients(bool(arguments.fp16)), Divergence(recipe.max_loss_rise))
-    per_token = {name: count.bytes_per_token for name, count in texts.measured_counts.items()}
-    callbacks: list[Any] = [Measured(texts.bytes_per_token, per_token), watches.gradients, watches.divergence]
+    callbacks: list[TrainerCallback] = [gradients, Divergence(recipe.max_loss_rise)]
     if recipe.retrace is not None:
         callbacks.append(Retracing(ready.model, recipe.retrace, recipe.output_dir / TRACES))
     tokenizer = tokenizer_of(ready.model)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    # Batches of a streamed text are put together by one process, which needs them alike.
+    alike = isinstance(texts.train, datasets.IterableDataset) and PartialState().num_processes > 1
     trainer = PlannedTrainer(
         ready.model.model,
         arguments,
-        Collate(int(pad)),
+        Collate(int(pad), recipe.block_size if alike else None),
         train_dataset=texts.train,
         eval_dataset=dict(texts.measured) or None,
         callbacks=callbacks,
+        bytes_per_token=texts.bytes_per_token,
+        measured={name: count.bytes_per_token for name, count in texts.measured_counts.items()},
     )
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
     if not arguments.disable_tqdm:
         trainer.add_callback(Progress())
-    return trainer, watches
+    return trainer
 
 
-def _train(trainer: PlannedTrainer, watches: _Watches, folder: Path, checkpoint: Path | None) -> None:
+def _train(trainer: PlannedTrainer, folder: Path, checkpoint: Path | None) -> None:
     try:
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         if trainer.eval_dataset is not None and not _measured_at(trainer.state.log_history, trainer.state.global_step):
             trainer.evaluate()
     except TrainingStopped as error:
-        good = watches.divergence.good or checkpoint
+        good = trainer.state.best_model_checkpoint or checkpoint
         named = f"the last good checkpoint is {str(good)!r}" if good else "no checkpoint was written before"
         raise TrainingStopped(f"{error}; {named}") from error
     except CheckpointError as error:
@@ -162,7 +179,7 @@ def _train(trainer: PlannedTrainer, watches: _Watches, folder: Path, checkpoint:
 
 
 def _result(
-    ready: Prepared, trainer: PlannedTrainer, applied: Applied, frozen_tensors: int, seconds: float, notes: list[str]
+    ready: Prepared, trainer: PlannedTrainer, applied: Applied, frozen_tensors: int, notes: list[str]
 ) -> CptResult:
     recipe, plan, texts, prices, state = ready.recipe, ready.plan, ready.texts, ready.prices, trainer.state
     curve = curve_of(state.log_history, list(texts.measured))
@@ -189,7 +206,7 @@ def _result(
         "steps": state.global_step,
         "tokens": tokens,
         "bytes": round(tokens * texts.bytes_per_token),
-        "seconds": seconds,
+        "seconds": trainer.seconds,
         "peak_memory_bytes": peak_memory(),
         "processes": PartialState().num_processes,
         "device": str(trainer.args.device),

@@ -16,13 +16,13 @@ from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase, Trainer
 
 from tracer.errors import InputError, TrainingStopped
-from tracer.freezing.plan import FreezePlan
 from tracer.models.cache import one_line
 from tracer.models.checkpoint import transformers_output
 from tracer.models.loading import open_model
 from tracer.results import WRITING, plain_data
 from tracer.training.checkpoints import checkpoints
 from tracer.training.frozen import check_unchanged
+from tracer.training.preparing import Prepared
 from tracer.training.recipe import Dumper, Recipe
 from tracer.training.results import CptResult, summary_of
 
@@ -46,58 +46,72 @@ def check_output(folder: Path, *, resume: bool, force: bool) -> None:
         raise InputError(f"output_dir {str(folder)!r} holds {state}: pass --resume, --force, or another folder")
 
 
-def begin(folder: Path, recipe: Recipe, plan: FreezePlan, *, resume: bool) -> None:
-    """Write down what is about to be trained; where a training goes on, compare it with what was written.
+def begin(folder: Path, ready: Prepared, *, resume: bool) -> None:
+    """Write down what is about to be trained, into an empty folder unless it goes on.
 
     Args:
         folder: the output folder.
-        recipe: of the training.
-        plan: likewise.
-        resume: whether it goes on.
+        ready: the training.
+        resume: whether it goes on, as `check_same` allows.
 
     Raises:
-        InputError: it goes on with another recipe, plan or model, or the folder cannot be written.
+        InputError: the folder cannot be written.
     """
-    says = json.loads(
-        json.dumps(
-            {
-                "model": plan.model["fingerprint"],
-                "plan": {key: getattr(plan, key) for key in ("train", "freeze", "embeddings", "norm", "head")},
-                # The plan's file may have moved; what it says is compared.
-                "recipe": plain_data({key: value for key, value in recipe.binding().items() if key != "plan"}),
-            }
-        )
-    )
+    if resume and (folder / BEGUN).is_file():
+        return
     try:
-        if resume and (folder / BEGUN).is_file():
-            _check_same(json.loads((folder / BEGUN).read_text(encoding="utf-8")), says, folder)
-            return
         if folder.exists():
             shutil.rmtree(folder)
         folder.mkdir(parents=True)
-        plan.save(folder / PLAN)
-        (folder / RECIPE).write_text(_recipe_text(recipe), "utf-8")
-        (folder / BEGUN).write_text(json.dumps(says, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+        ready.plan.save(folder / PLAN)
+        (folder / RECIPE).write_text(_recipe_text(ready.recipe), "utf-8")
+        (folder / BEGUN).write_text(json.dumps(_binding(ready), ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise InputError(f"output_dir {str(folder)!r} cannot be written: {error.strerror or error}") from error
+
+
+def _binding(ready: Prepared) -> dict[str, dict[str, Any]]:
+    """All that the weights at the end depend on, as plain data."""
+    plan, texts = ready.plan, ready.texts
+    counts = {**texts.counts, **{f"measured {name}": count for name, count in texts.measured_counts.items()}}
+    found = {
+        "model": {"fingerprint": plan.model["fingerprint"]},
+        "plan": {key: getattr(plan, key) for key in ("train", "freeze", "embeddings", "norm", "head")},
+        # The plan's file may have moved; what it says is compared.
+        "recipe": plain_data({key: value for key, value in ready.recipe.binding().items() if key != "plan"}),
+        "text": {name: count.digest for name, count in counts.items()},
+        "processes": {"number": PartialState().num_processes},
+    }
+    plain: dict[str, dict[str, Any]] = json.loads(json.dumps(found))
+    return plain
+
+
+def check_same(folder: Path, ready: Prepared) -> None:
+    """Compare a training that would go on with what was written when it began.
+
+    Raises:
+        InputError: it goes on with another model, plan, recipe, text or number of processes.
+    """
+    if not (folder / BEGUN).is_file():
+        return
+    try:
+        earlier = json.loads((folder / BEGUN).read_text(encoding="utf-8"))
     except ValueError as error:
-        if isinstance(error, InputError):
-            raise
         raise InputError(f"{str(folder / BEGUN)!r} is damaged: pass --force to begin anew") from error
-
-
-def _check_same(earlier: Mapping[str, Any], says: Mapping[str, Any], folder: Path) -> None:
-    for part, words in (("model", "another model"), ("plan", "another plan")):
+    says, then = _binding(ready), "resume with the same, or pass --force"
+    for part in ("model", "plan"):
         if earlier.get(part) != says[part]:
-            raise InputError(f"{str(folder)!r} was begun with {words}: resume with the same, or pass --force")
-    before, now = earlier.get("recipe", {}), says["recipe"]
-    changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
-    if changed:
-        key = changed[0]
-        raise InputError(
-            f"{str(folder)!r} was begun with {key}: {before.get(key)!r}, not {now.get(key)!r}: resume with the same, "
-            "or pass --force"
-        )
+            raise InputError(f"{str(folder)!r} was begun with another {part}: {then}")
+    for part in ("recipe", "text", "processes"):
+        before, now = earlier.get(part, {}), says[part]
+        changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+        if changed and part == "text":
+            raise InputError(f"{str(folder)!r} was begun with other words in text {changed[0]}: {then}")
+        if changed:
+            key = f"{changed[0]} of processes" if part == "processes" else changed[0]
+            raise InputError(
+                f"{str(folder)!r} was begun with {key}: {before.get(changed[0])!r}, not {now.get(changed[0])!r}: {then}"
+            )
 
 
 def recipe_data(recipe: Recipe) -> dict[str, Any]:
@@ -210,8 +224,7 @@ def card(result: CptResult, recipe: Recipe) -> ModelCard:
             summary_of(run),
             "```",
             "",
-            "Perplexities are per token, over texts that were not trained on; one training, so that they say nothing "
-            "of how another seed would do.",
+            "Perplexities are per token; one training, so that they say nothing of how another seed would do.",
             "",
             "## Plan",
             "",

@@ -1,10 +1,13 @@
 """From documents to the windows of tokens that a model is trained on."""
 
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import datasets
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -38,6 +41,8 @@ class TextCount:
         windows: windows that they were cut into; None of a streamed text.
         dropped: tokens at the end that filled no window; None of a streamed text.
         bytes_per_token: bytes a token, of a streamed text in its first documents.
+        digest: of the tokens in their order, of a streamed text of those of its first documents.
+        largest: the largest token id among them.
     """
 
     documents: int | None
@@ -46,6 +51,42 @@ class TextCount:
     windows: int | None
     dropped: int | None
     bytes_per_token: float
+    digest: str
+    largest: int
+
+
+class _Counted:
+    """Counts documents that pass by.
+
+    Args:
+        cutter: tokenizes them.
+    """
+
+    def __init__(self, cutter: "Cutter"):
+        self.cutter = cutter
+        self.documents = self.bytes = self.tokens = self.largest = 0
+        self._digest = hashlib.sha256()
+
+    def of(self, texts: Iterable[str]) -> Iterator[list[int]]:
+        """Token ids of texts, which are counted as they are asked for."""
+        rest = iter(texts)
+        while some := list(islice(rest, AT_ONCE)):
+            self.documents += len(some)
+            self.bytes += sum(len(text.encode()) for text in some)
+            for ids in self.cutter.tokens(some):
+                self.tokens += len(ids)
+                self.largest = max(self.largest, *ids)
+                self._digest.update(np.array(ids, dtype="<i8").tobytes())
+                yield ids
+
+    @property
+    def known(self) -> dict[str, Any]:
+        """What is told of a text however it is read."""
+        return {
+            "bytes_per_token": self.bytes / self.tokens,
+            "digest": self._digest.hexdigest()[:16],
+            "largest": self.largest,
+        }
 
 
 class Cutter:
@@ -123,47 +164,45 @@ class Cutter:
         Raises:
             InputError: it fills no window.
         """
-        counted = {"bytes": 0, "tokens": 0}
-
-        def of(rows: datasets.Dataset) -> Iterator[list[int]]:
-            for start in range(0, len(rows), AT_ONCE):
-                texts = rows[start : start + AT_ONCE]["text"]
-                counted["bytes"] += sum(len(text.encode()) for text in texts)
-                for ids in self.tokens(texts):
-                    counted["tokens"] += len(ids)
-                    yield ids
-
-        windows = list(self.windows(of(documents)))
-        kept = sum(len(window["input_ids"]) for window in windows)
+        counted = _Counted(self)
+        windows = list(self.windows(counted.of(documents["text"][:])))
         if not windows:
             raise InputError(
-                f"text {name!r} has {counted['tokens']} tokens, which fill no window of {self.block_size}: pass more "
+                f"text {name!r} has {counted.tokens} tokens, which fill no window of {self.block_size}: pass more "
                 "text or a smaller block_size"
             )
+        return self._whole(windows, counted)
+
+    def _whole(self, windows: list[dict[str, list[int]]], counted: _Counted) -> tuple[datasets.Dataset, TextCount]:
+        kept = sum(len(window["input_ids"]) for window in windows)
         count = TextCount(
-            len(documents),
-            **counted,
+            documents=counted.documents,
+            bytes=counted.bytes,
+            tokens=counted.tokens,
             windows=len(windows),
-            dropped=counted["tokens"] - kept,
-            bytes_per_token=counted["bytes"] / counted["tokens"],
+            dropped=counted.tokens - kept,
+            **counted.known,
         )
         return _dataset(windows), count
 
     def cut_evenly(self, documents: datasets.Dataset, name: str) -> tuple[datasets.Dataset, TextCount]:
         """As `cut`, into windows of one length at most `block_size`, for texts that are measured.
 
-        Equal windows make the mean over windows the mean over tokens, and hardly a token is dropped.
+        Equal windows make the mean over windows the mean over tokens, and hardly a token is dropped. With packing
+        `none` they are packed here as well, so that a text is measured over all its tokens.
 
         Raises:
             InputError: it has fewer than two tokens.
         """
-        total = sum(map(len, self.tokens(documents["text"][:])))
-        number = -(-total // self.block_size)
-        length = max(total // number, min(total, 2))
-        if length < 2:
-            raise InputError(f"text {name!r} has {total} tokens: pass more text to measure")
         packing: Packing = "packed" if self.packing == "none" else self.packing
-        return Cutter(self.tokenizer, length, packing).cut(documents, name)
+        counted = _Counted(Cutter(self.tokenizer, self.block_size, packing))
+        tokens = list(counted.of(documents["text"][:]))
+        number = -(-counted.tokens // self.block_size)
+        length = max(counted.tokens // number, min(counted.tokens, 2))
+        if length < 2:
+            raise InputError(f"text {name!r} has {counted.tokens} tokens: pass more text to measure")
+        cutter = Cutter(self.tokenizer, length, packing)
+        return cutter._whole(list(cutter.windows(tokens)), counted)
 
     def stream(self, documents: datasets.IterableDataset) -> tuple[datasets.IterableDataset, TextCount]:
         """Windows of a text that is read as it is needed."""
@@ -171,14 +210,14 @@ class Cutter:
         def generated() -> Iterator[dict[str, list[int]]]:
             yield from self.windows(ids for row in documents for ids in self.tokens([row["text"]]))
 
-        texts = [row["text"] for row in documents.take(SAMPLE)]
-        tokens = sum(map(len, self.tokens(texts))) if texts else 0
-        if not tokens:
+        counted = _Counted(self)
+        for _ in counted.of(row["text"] for row in documents.take(SAMPLE)):
+            pass
+        if not counted.tokens:
             raise InputError("a streamed text is empty: pass a text with words in it")
-        share = sum(len(text.encode()) for text in texts) / tokens
         keys = ["input_ids", "labels", *(["position_ids"] if self.packing == "isolated" else [])]
         windows = datasets.IterableDataset.from_generator(generated, features=_features(keys))
-        return windows, TextCount(None, None, None, None, None, share)
+        return windows, TextCount(None, None, None, None, None, **counted.known)
 
 
 def _dataset(windows: Sequence[Mapping[str, list[int]]]) -> datasets.Dataset:
@@ -213,14 +252,16 @@ class Collate:
 
     Args:
         pad: the token to pad with, which is not learned from.
+        length: of all batches; default that of the longest window of each.
     """
 
-    def __init__(self, pad: int):
+    def __init__(self, pad: int, length: int | None = None):
         self.pad = pad
+        self.length = length
 
     def __call__(self, windows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """The batch of some windows."""
-        longest = max(len(window["input_ids"]) for window in windows)
+        longest = self.length or max(len(window["input_ids"]) for window in windows)
         fill = {"input_ids": self.pad, "labels": IGNORED, "position_ids": 0}
         batch = {
             key: torch.tensor(

@@ -1,11 +1,13 @@
 """All that comes before the first step of a training: texts, model, plan, price and settings, checked."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 import datasets
 import torch
+from accelerate import PartialState
 from transformers import TrainingArguments
 
 from tracer.errors import InputError
@@ -13,6 +15,9 @@ from tracer.freezing.cost import Prices, price
 from tracer.freezing.plan import FreezePlan
 from tracer.freezing.plan import plan as make_plan
 from tracer.models.traced import TracedModel, load
+from tracer.probes import read_probes
+from tracer.runs import default_probes
+from tracer.tracing import usable_probes
 from tracer.training.packing import LEAK, Cutter, TextCount, isolation_gap, mixed
 from tracer.training.recipe import Recipe
 from tracer.training.sources import Documents, open_documents, split_documents
@@ -83,11 +88,18 @@ class Prepared:
             else:
                 lines.append(
                     f"text {name}: {count.documents:,} documents, {count.tokens:,} tokens in {count.windows:,} "
-                    f"windows, {count.dropped:,} tokens dropped, {share}"
+                    f"windows, {count.dropped:,} tokens dropped, {share}{self._passes(name)}"
                 )
         for name, count in self.texts.measured_counts.items():
             lines.append(f"measured {name}: {count.documents:,} documents, {count.tokens:,} tokens")
         return "\n\n".join([*parts, "\n".join(lines), *(f"! {note}" for note in self.notes)])
+
+    def _passes(self, name: str) -> str:
+        """How often an epoch of a mixture goes through one of its texts."""
+        windows, train = self.texts.counts[name].windows, self.texts.train
+        if windows is None or len(self.texts.counts) == 1 or isinstance(train, datasets.IterableDataset):
+            return ""
+        return f", about {self.texts.shares[name] * len(train) / windows:.1f} times in an epoch"
 
 
 def prepare(recipe: Recipe, *, progress: bool) -> Prepared:
@@ -119,18 +131,20 @@ class _Preparation:
         self.progress = progress
 
     def prepared(self) -> Prepared:
-        self.recipe.training_arguments(progress=False, **_places())  # wrong settings cost nothing to find
-        opened_texts = self._open_texts()  # first, since a wrong path should not cost the loading of a model
+        train, measured = self._open_texts()  # first, since a wrong path should not cost the loading of a model
         model = self._load(self.recipe.dtype)
         plan = self._plan(model)
-        texts = self._cut(model, *opened_texts)
+        arguments = self._arguments(model)
+        self._check_retrace(model)
+        texts = self._cut(model, train, measured)
         prices, notes = self._price(plan, model)
-        return Prepared(self.recipe, model, plan, texts, prices, self._arguments(model), tuple(notes))
+        notes += _overlaps(train, measured)
+        return Prepared(self.recipe, model, plan, texts, prices, arguments, tuple(notes))
 
-    def _open_texts(self) -> tuple[dict[str, Documents], dict[str, Documents]]:
+    def _open_texts(self) -> tuple[dict[str, Documents], dict[str, datasets.Dataset]]:
         """Documents to train on and to measure, by name; nothing is tokenized yet."""
         train: dict[str, Documents] = {}
-        measured: dict[str, Documents] = {}
+        measured: dict[str, datasets.Dataset] = {}
         for name, source in self.recipe.text.items():
             found = open_documents(source, progress=self.progress)
             if source.held_out:
@@ -145,7 +159,7 @@ class _Preparation:
     def _load(self, dtype: str) -> TracedModel:
         recipe = self.recipe
         return load(
-            recipe.model,
+            os.path.expanduser(recipe.model),
             backend="hooks",
             dtype=dtype,
             revision=recipe.revision,
@@ -157,7 +171,7 @@ class _Preparation:
         """The plan of the recipe, which must be for this model."""
         said = self.recipe.plan
         if isinstance(said, str):
-            plan = FreezePlan.load(said)
+            plan = FreezePlan.load(os.path.expanduser(said))
         else:
             options = dict(said)
             for key, value in options.items():
@@ -165,7 +179,8 @@ class _Preparation:
                     raise InputError(f"plan: unknown key {key!r}: pass {', '.join(PLAN_KEYS)}")
                 if not isinstance(value, bool if key == "allow_degenerate" else str):
                     raise InputError(f"plan: {key} is {value!r}: pass a text, or true or false for allow_degenerate")
-            plan = make_plan(options.pop("run", model), **options)
+            run = options.pop("run", None)
+            plan = make_plan(model if run is None else os.path.expanduser(run), **options)
         self._check_fingerprint(plan, model)
         if not plan.trained_names():
             raise InputError(f"plan {plan.rule!r} trains nothing: train a block, the embeddings, the norm or the head")
@@ -185,7 +200,17 @@ class _Preparation:
             "this model and plan anew"
         )
 
-    def _cut(self, model: TracedModel, train: Mapping[str, Documents], measured: Mapping[str, Documents]) -> Texts:
+    def _check_retrace(self, model: TracedModel) -> None:
+        """Find what is wrong with the traces on the way before the first step, not after it."""
+        retrace = self.recipe.retrace
+        if retrace is None:
+            return
+        probes = read_probes(default_probes(model) if retrace.probes is None else retrace.probes, skip_bad=True)
+        usable_probes(model, probes, target="single", limit=retrace.limit, skip_bad=True)
+
+    def _cut(
+        self, model: TracedModel, train: Mapping[str, Documents], measured: Mapping[str, datasets.Dataset]
+    ) -> Texts:
         recipe = self.recipe
         if model.positions is not None and recipe.block_size > model.positions:
             raise InputError(
@@ -208,7 +233,7 @@ class _Preparation:
         for name, documents in measured.items():
             measured_windows[name], measured_counts[name] = cutter.cut_evenly(documents, name)
         total = sum(weight for _, weight in windows.values())
-        self._check_tokens(model, [cut for cut, _ in windows.values()])
+        self._check_tokens(model, max(count.largest for count in counts.values()))
         return Texts(
             mixed(windows, recipe.seed),
             measured_windows,
@@ -218,9 +243,8 @@ class _Preparation:
         )
 
     @staticmethod
-    def _check_tokens(model: TracedModel, windows: list[Documents]) -> None:
+    def _check_tokens(model: TracedModel, largest: int) -> None:
         known = min(model.anatomy.vocab, model.embeddings)
-        largest = max((max(row["input_ids"]) for part in windows for row in part.take(1)), default=0)
         if largest >= known:
             raise InputError(
                 f"the tokenizer gives token {largest}, but {model.name} has {known}: pass the tokenizer that belongs "
@@ -239,21 +263,21 @@ class _Preparation:
 
     def _price(self, plan: FreezePlan, model: TracedModel) -> tuple[Prices | None, list[str]]:
         batch = int(self.recipe.arguments.get("per_device_train_batch_size", 8))
+        again = ["the price leaves activation checkpointing out: fewer activations are kept, and computed again"]
         try:
-            return price(plan, model.model, block_size=self.recipe.block_size, batch=batch), []
+            found = price(plan, model.model, block_size=self.recipe.block_size, batch=batch)
+            return found, again if _checkpointed(self.recipe.arguments) else []
         except InputError as error:
             return None, [f"no price: {error}"]
 
     def _arguments(self, model: TracedModel) -> TrainingArguments:
         recipe = self.recipe
-        more = _places() | _checkpointed(recipe.arguments)
+        more = places() | _checkpointed(recipe.arguments)
         if recipe.packing == "none":
             more["include_num_input_tokens_seen"] = "non_padding"
         if recipe.arguments.get("fsdp"):
-            if not torch.accelerator.is_available():
-                raise InputError(
-                    "fsdp shards over accelerators; on CPUs accelerate would run DDP instead: leave it out"
-                )
+            if PartialState().num_processes == 1:
+                raise InputError("fsdp shards over processes, and this is one: start it with torchrun, or leave it out")
             more["fsdp"] = True
             more["fsdp_config"] = {
                 **(recipe.arguments.get("fsdp_config") or {}),
@@ -265,8 +289,23 @@ class _Preparation:
         return recipe.training_arguments(progress=self.progress, **more)
 
 
-def _places() -> dict[str, Any]:
-    """The setting that follows from the machine."""
+def _overlaps(train: Mapping[str, Documents], measured: Mapping[str, datasets.Dataset]) -> list[str]:
+    """What of the measured texts is trained on as well."""
+    notes = []
+    for name, documents in measured.items():
+        wanted = {text.strip() for text in documents["text"][:]}
+        for other, trained in train.items():
+            if isinstance(trained, datasets.IterableDataset):
+                notes.append(f"text {other} is streamed: whether {name} is part of it has not been looked up")
+                continue
+            both = wanted & {text.strip() for text in trained["text"][:]}
+            if both:
+                notes.append(f"{len(both):,} of the {len(wanted):,} documents of {name} are trained on in {other}")
+    return notes
+
+
+def places() -> dict[str, Any]:
+    """The settings of the Trainer that follow from the machine."""
     return {} if torch.accelerator.is_available() else {"use_cpu": True}
 
 

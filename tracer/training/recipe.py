@@ -13,6 +13,7 @@ import yaml
 from huggingface_hub.dataclasses import type_validator
 from transformers import TrainingArguments
 
+from tracer.ablations import ablation_kinds
 from tracer.errors import InputError, one_of
 from tracer.models.cache import one_line
 from tracer.models.loading import DTYPES
@@ -57,6 +58,7 @@ REFUSED: Mapping[str, str] = {
     "hub_token": "it would be written into the output; log in with hf auth login",
     "push_to_hub_token": "it would be written into the output; log in with hf auth login",
     "load_best_model_at_end": "the model that is measured and the one that is saved would differ",
+    "metric_for_best_model": "the checkpoint that is kept is the last one whose loss was near its best",
     "save_only_model": "a training could not go on from such a checkpoint",
     "batch_eval_metrics": "losses are summed over all windows",
     "eval_do_concat_batches": "losses are summed over all windows",
@@ -142,6 +144,8 @@ class Retrace:
     def __post_init__(self) -> None:
         if self.every < 1:
             raise InputError(f"every {self.every}: pass at least 1 step")
+        if "swap_weights" in ablation_kinds(self.ablations):
+            raise InputError("ablations swap_weights: compare the two models with tracer drift instead")
         if self.limit is not None and self.limit < 1:
             raise InputError(f"limit {self.limit}: pass at least 1")
 

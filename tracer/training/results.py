@@ -30,8 +30,8 @@ class CptResult:
         run: the recipe, the plan (rule, blocks, counts), the price, what became of each text, the measures before and
             after, time and memory, versions, and the traces on the way; what `training.json` holds.
         curve: one row per logged step: `step`, `loss` (nats a token, mean since the last row), `learning_rate`,
-            `grad_norm`, `tokens`, `bytes`, and per measured text `NAME_loss`, `NAME_perplexity` (a token) and
-            `NAME_bits_per_byte`.
+            `grad_norm`, `tokens`, `bytes`, `seconds` (of training so far), and per measured text `NAME_loss`,
+            `NAME_perplexity` (a token) and `NAME_bits_per_byte`.
         folder: the model folder that it lies in.
     """
 
@@ -146,13 +146,13 @@ def _retraces(rows: Sequence[Mapping[str, Any]]) -> str:
 def curve_of(history: Sequence[Mapping[str, Any]], measured: Sequence[str]) -> pd.DataFrame:
     """One row per step from what the Trainer has logged."""
     names = {"loss": "loss", "learning_rate": "learning_rate", "grad_norm": "grad_norm"}
-    names |= {"num_input_tokens_seen": "tokens", "bytes_seen": "bytes"}
+    names |= {"num_input_tokens_seen": "tokens", "bytes_seen": "bytes", "seconds": "seconds"}
     for text in measured:
         names |= {f"eval_{text}_{key}": f"{text}_{key}" for key in MEASURES}
     rows: dict[int, dict[str, Any]] = {}
     for entry in history:
         found = {name: float(entry[key]) for key, name in names.items() if key in entry}
-        if set(found) - {"tokens", "bytes"}:
+        if set(found) - {"tokens", "bytes", "seconds"}:
             rows.setdefault(entry["step"], {"step": entry["step"]}).update(found)
     return pd.DataFrame([rows[step] for step in sorted(rows)], columns=["step", *names.values()])
 

@@ -1,10 +1,14 @@
 """The Hugging Face Trainer with the few things that a freeze plan asks of it; the loop is its own."""
 
 import math
+import time
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
+from accelerate import PartialState
+from accelerate.utils import DistributedType
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import EvalPrediction, Trainer
@@ -22,11 +26,57 @@ class CheckpointError(OSError):
 
 
 class PlannedTrainer(Trainer):
-    """Trains what requires a gradient, without decaying what is no weight matrix, and stops at the first NaN."""
+    """Trains what requires a gradient, without decaying what is no weight matrix, and stops at the first NaN.
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    What it logs, to `report_to` as well, holds the seconds of training, the bytes seen, and of each measured text the
+    loss, perplexity and bits a byte.
+
+    Args:
+        bytes_per_token: of the training text.
+        measured: bytes a token of each text that is measured, by name.
+    """
+
+    def __init__(self, *args: Any, bytes_per_token: float, measured: Mapping[str, float], **kwargs: Any):
+        self.bytes_per_token = bytes_per_token
+        self.measured = measured
+        self._began = time.perf_counter()
+        self._earlier: float | None = None
         kwargs |= {"preprocess_logits_for_metrics": window_losses, "compute_metrics": mean_token_loss}
         super().__init__(*args, **kwargs)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Also shards over processes on CPUs, where accelerate by itself would run DDP whatever the settings say."""
+        state = PartialState()
+        on_cpus = bool(self.args.fsdp) and state.distributed_type is DistributedType.MULTI_CPU
+        if on_cpus:  # it looks for sharding only among what it takes for accelerators
+            state.distributed_type = DistributedType.MULTI_GPU
+        super().create_accelerator_and_postprocess()
+        if on_cpus:
+            state.distributed_type = DistributedType.FSDP
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's, by the clock."""
+        self._began = time.perf_counter()
+        return super().train(*args, **kwargs)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of training so far, those before the checkpoint that it goes on from included."""
+        if self._earlier is None:
+            self._earlier = max((entry.get("seconds", 0.0) for entry in self.state.log_history), default=0.0)
+        return self._earlier + time.perf_counter() - self._began
+
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+        """Pass on what is logged, in the measures of this package."""
+        logs["seconds"] = round(self.seconds, 3)
+        logs["bytes_seen"] = round(self.bytes_per_token * self.state.num_input_tokens_seen)
+        for name, share in self.measured.items():
+            loss = logs.pop(f"eval_{name}_nll", None)
+            if loss is not None:
+                logs[f"eval_{name}_loss"] = loss
+                logs[f"eval_{name}_perplexity"] = perplexity(loss)
+                logs[f"eval_{name}_bits_per_byte"] = loss / math.log(2) / share
+        super().log(logs, start_time)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         try:
