@@ -3,7 +3,7 @@
 `python figures/smollm2_cpt.py` draws the figure from the committed results. With `--measure`, from the top of the tree,
 it first fetches the text (the Debian Reference in Chinese, from Debian's archive by apt-get), and trains twice, with
 the same tokens: everything, and the blocks before the median task particle of `data/smollm2_both_lenses` (tuned lens).
-What is kept is measured on English prose, three help topics of Python. About ten minutes on two idle cores.
+What is kept is measured on English prose, three help topics of Python. About half an hour on two idle cores.
 """
 
 import argparse
@@ -74,7 +74,7 @@ def measure(out: Path, steps: int) -> None:
                 "lr_scheduler_type": "cosine",
                 "warmup_steps": 10,
                 "weight_decay": 0.1,
-                "eval_steps": max(1, steps // 2),
+                "eval_steps": max(1, steps // 3),
                 "save_strategy": "no",
                 "seed": 0,
             },
