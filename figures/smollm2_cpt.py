@@ -120,7 +120,7 @@ def draw(results: dict[str, tracer.CptResult]) -> Figure:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measure", action="store_true", help="train anew")
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--out", type=Path, default=Path("runs/smollm2-cpt"))
     options = parser.parse_args()
     if options.measure:
