@@ -1,6 +1,7 @@
 """The command line. Heavy modules are imported inside the commands, so that `tracer --help` answers at once."""
 
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -507,7 +508,7 @@ def cpt(
         raise InputError("no recipe was named: pass a YAML file, or --example for one")
     from accelerate import PartialState
 
-    from tracer.training.continuing import check
+    from tracer.training.continuing import check_training
     from tracer.training.continuing import cpt as continue_training
     from tracer.training.output import BEGUN
     from tracer.training.recipe import read_recipe, yaml_value
@@ -517,18 +518,21 @@ def cpt(
         raise InputError(f"--set {bare[0]!r}: pass KEY=VALUE")
     pairs = (setting.split("=", 1) for setting in settings)
     read = read_recipe(recipe, {key: yaml_value(value) for key, value in pairs})
+    began = time.time()
     try:
         if dry_run:
-            ready, checkpoint = check(read, resume=resume, force=force, progress=not quiet)
+            ready, checkpoint = check_training(read, resume=resume, force=force, progress=not quiet)
             if PartialState().is_main_process:
                 start = "" if checkpoint is None else f"\n\nit would go on from {checkpoint}"
                 click.echo(f"{ready.summary()}{start}")
             return
         result = continue_training(read, resume=resume, force=force, progress=not quiet)
     except KeyboardInterrupt:
-        begun = not dry_run and (read.output_dir / BEGUN).is_file()
+        mark = read.output_dir / BEGUN  # of this training, unless it is an earlier one that is not replaced yet
+        begun = not dry_run and mark.is_file() and (resume or mark.stat().st_mtime >= began)
         then = "go on from the last checkpoint with --resume" if begun else "nothing was written"
-        click.echo(f"\ntracer: interrupted; {then}", err=True)
+        if PartialState().is_main_process:
+            click.echo(f"\ntracer: interrupted; {then}", err=True)
         sys.exit(130)
     if not PartialState().is_main_process:
         return

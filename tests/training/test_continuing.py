@@ -207,6 +207,26 @@ def test_the_last_good_checkpoint_outlives_later_ones(tmp_path, monkeypatch):
     assert {path.name for path in (tmp_path / "out").glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-6"}
     with pytest.raises(TrainingStopped, match=match):  # one that goes on knows what was good
         cpt(data, resume=True)
+    shutil.rmtree(tmp_path / "out/checkpoint-6")  # the good one itself
+    losses[2:] = [9.0] * 5
+    with pytest.raises(TrainingStopped, match=r"rose from 0\.500 to 9\.000 by step 3.*checkpoint-2'"):
+        cpt(data, resume=True)
+    shutil.move(tmp_path / "out", tmp_path / "moved")
+    with pytest.raises(TrainingStopped, match=r"the last good checkpoint is .*moved/checkpoint-2'"):
+        cpt({**data, "output_dir": str(tmp_path / "moved")}, resume=True)
+
+
+def test_the_last_checkpoint_is_kept_whatever_its_loss(tmp_path, monkeypatch):
+    step, losses = PlannedTrainer.training_step, [0.5, 1.2, 1.2, 1.2, 1.2, 1.2]
+
+    def rising(self, *args, **kwargs):
+        step(self, *args, **kwargs)
+        return torch.tensor(losses[self.state.global_step])
+
+    monkeypatch.setattr(PlannedTrainer, "training_step", rising)
+    data = recipe(tmp_path, model_folder(tmp_path / "base"), save_steps=1, save_total_limit=1, max_loss_rise=1.0)
+    cpt(data)
+    assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-6"]
 
 
 def test_what_is_logged_holds_the_measures(tmp_path):
@@ -315,11 +335,11 @@ def test_a_dry_run_says_what_a_training_would_do(tmp_path, capsys):
     assert not stopped.value.code
     said = capsys.readouterr().out
     assert re.search(r"text replay: 1 documents, .* 20% of the windows drawn, about \d+\.\d times in an epoch", said)
-    assert re.search(r"! \d+ of the \d+ documents of new again are trained on in new", said)
-    assert "documents of old are trained on" not in said
+    assert re.search(r"! \d+ of the \d+ different documents of new again are trained on in new", said)
+    assert "documents of old are trained" not in said
     assert not (tmp_path / "out").exists()
     result = cpt(data)
-    assert any("documents of new again are trained on in new" in note for note in result.run["notes"])
+    assert any("different documents of new again are trained on in new" in note for note in result.run["notes"])
     with pytest.raises(SystemExit) as stopped:
         main(["cpt", str(file), "--dry-run", "-q", "--resume"])
     assert not stopped.value.code

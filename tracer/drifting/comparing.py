@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from tracer.divergence import debiased_cka, js_divergence
 from tracer.drifting.results import FILES, SCHEMA, DriftResult
-from tracer.drifting.streams import cosine, last_streams
+from tracer.drifting.streams import cosine, last_streams, placed
 from tracer.engine import DEFAULT_BATCH_TOKENS
 from tracer.errors import InputError
 from tracer.models.plain import evaluating
@@ -120,21 +120,18 @@ def _streams(
     """Cosine `[depths, probes]`, ratio of mean norms and CKA `[depths]`, and JSD of the outputs `[probes]`."""
     prompts = [list(ids) for ids in own.probes["prompt_ids"]]
     depths = before.n_blocks + 1
-    order: list[int] = []
-    found: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
-    divergences = []
+    x: np.ndarray | None = None
+    y: np.ndarray | None = None
+    jsd = np.zeros(len(prompts))
     bar = tqdm(total=len(prompts), desc="streams of both", unit="probe", disable=not progress)
     with bar, evaluating(before.model), evaluating(after.model):
         both = (last_streams(model, prompts, batch_tokens=batch_tokens) for model in (before, after))
         for (rows, mine, log_p), (_, others, log_q) in zip(*both, strict=True):
-            order += rows
-            found[0].append(mine)
-            found[1].append(others)
-            divergences.append(js_divergence(log_p, log_q).numpy())
+            x, y = placed(x, rows, mine, len(prompts)), placed(y, rows, others, len(prompts))
+            jsd[rows] = js_divergence(log_p, log_q).numpy()
             bar.update(len(rows))
-    back = np.argsort(order)
-    x, y = (np.concatenate(parts, axis=1)[:, back] for parts in found)
-    jsd = np.concatenate(divergences)[back]
+    assert x is not None
+    assert y is not None
     norms = [np.linalg.norm(streams.astype(np.float64), axis=-1).mean(axis=1) for streams in (x, y)]
     ratio = np.divide(norms[1], norms[0], out=np.full(depths, np.nan), where=norms[0] > 0)
     cka = [debiased_cka(torch.from_numpy(a), torch.from_numpy(b)) for a, b in zip(x, y, strict=True)]

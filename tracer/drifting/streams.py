@@ -59,9 +59,19 @@ def last_streams(
 
 def all_streams(model: TracedModel, prompts: Sequence[Sequence[int]]) -> np.ndarray:
     """`[depths, prompts, d]` float32 of `last_streams`, in the order of the prompts."""
-    batches = [(rows, streams) for rows, streams, _ in last_streams(model, prompts)]
-    order = [row for rows, _ in batches for row in rows]
-    return np.concatenate([streams for _, streams in batches], axis=1)[:, np.argsort(order)]
+    found: np.ndarray | None = None
+    for rows, streams, _ in last_streams(model, prompts):
+        found = placed(found, rows, streams, len(prompts))
+    assert found is not None
+    return found
+
+
+def placed(found: np.ndarray | None, rows: Sequence[int], streams: np.ndarray, prompts: int) -> np.ndarray:
+    """`[depths, prompts, d]` float32, in which the streams of some prompts are put in place; made at the first call."""
+    if found is None:
+        found = np.zeros((len(streams), prompts, streams.shape[2]), dtype=np.float32)
+    found[:, rows] = streams
+    return found
 
 
 def cosine(x: np.ndarray, y: np.ndarray) -> np.ndarray:

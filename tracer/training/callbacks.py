@@ -107,6 +107,10 @@ class Divergence(TrainerCallback):
         losses = [float(entry["loss"]) for entry in state.log_history if "loss" in entry]
         if losses:
             self.best, self.last = min(losses), losses[-1]
+        # A checkpoint is written before it is known as good, and the folder may have been moved since.
+        good = f"checkpoint-{state.global_step}" if self._is_good() else Path(state.best_model_checkpoint or "").name
+        path = Path(str(args.output_dir)) / good
+        state.best_model_checkpoint = str(path) if good and path.is_dir() else None
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Called by the Trainer whenever it logs.
@@ -127,8 +131,11 @@ class Divergence(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Called by the Trainer whenever it has written a checkpoint."""
-        if self.last == math.inf or self.last - self.best <= self.most / 2:
+        if self._is_good() or state.global_step >= state.max_steps:
             state.best_model_checkpoint = str(Path(str(args.output_dir)) / f"checkpoint-{state.global_step}")
+
+    def _is_good(self) -> bool:
+        return self.last == math.inf or self.last - self.best <= self.most / 2
 
 
 class Progress(TrainerCallback):

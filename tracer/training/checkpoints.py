@@ -55,8 +55,9 @@ def checkpoint_fault(folder: Path) -> str | None:
                 pass
         except (OSError, SafetensorError) as error:
             return f"{file.name}: {one_line(error)}"
-    optimizer = "optimizer.bin" if (folder / "optimizer.bin").exists() else "optimizer.pt"  # the former of FSDP
-    for name in (optimizer, "scheduler.pt"):
+    sharded = ("optimizer.bin", "pytorch_model_fsdp.bin")  # what FSDP leaves and goes on from
+    states = sharded if any((folder / name).exists() for name in sharded) else ("optimizer.pt",)
+    for name in (*states, "scheduler.pt"):
         if not zipfile.is_zipfile(folder / name):  # looks for the directory at the end
             return f"{name} is missing or cut off"
     return None

@@ -1,5 +1,6 @@
 """The verb `cpt`: continued pre-training of a model by a recipe."""
 
+import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
@@ -27,7 +28,7 @@ from tracer.training.frozen import frozen_digests
 from tracer.training.memory import peak_memory
 from tracer.training.output import TRACES, begin, check_output, check_same, recipe_data, save_model
 from tracer.training.packing import Collate
-from tracer.training.preparing import Prepared, places, prepare, tokenizer_of
+from tracer.training.preparing import Prepared, machine_settings, prepare, tokenizer_of
 from tracer.training.recipe import Recipe, read_recipe
 from tracer.training.results import CptResult, curve_of, measures_at
 from tracer.training.trainer import CheckpointError, PlannedTrainer
@@ -65,7 +66,7 @@ def cpt(
         >>> print(result.summary())  # doctest: +SKIP
     """
     read = recipe if isinstance(recipe, Recipe) else read_recipe(recipe)
-    ready, checkpoint = check(read, resume=resume, force=force, progress=progress)
+    ready, checkpoint = check_training(read, resume=resume, force=force, progress=progress)
     state, folder = PartialState(), read.output_dir
     if progress and state.is_main_process:
         print(ready.summary(), end="\n\n", file=sys.stderr)
@@ -75,7 +76,7 @@ def cpt(
     if state.is_main_process:
         begin(folder, ready, resume=resume)
     state.wait_for_everyone()
-    with transformers_output(False):  # it draws a bar for every file that it writes
+    with transformers_output(False), _environment_kept():  # it draws a bar for every file that it writes
         with _without_cache(ready.model):
             gradients = Gradients(bool(ready.arguments.fp16))
             trainer = _trainer(ready, gradients, resumed=checkpoint is not None)
@@ -86,7 +87,7 @@ def cpt(
     return result
 
 
-def check(recipe: Recipe, *, resume: bool, force: bool, progress: bool) -> tuple[Prepared, Path | None]:
+def check_training(recipe: Recipe, *, resume: bool, force: bool, progress: bool) -> tuple[Prepared, Path | None]:
     """All that `cpt` checks before it writes anything.
 
     Args:
@@ -104,7 +105,8 @@ def check(recipe: Recipe, *, resume: bool, force: bool, progress: bool) -> tuple
     """
     if resume and force:
         raise InputError("resume goes on and force begins anew: pass one of them")
-    recipe.training_arguments(progress=False, **places())  # wrong settings cost nothing to find; joins the processes
+    # Wrong settings cost nothing to find; and it lets the processes find each other.
+    recipe.training_arguments(progress=False, **machine_settings())
     folder = recipe.output_dir
     check_output(folder, resume=resume, force=force)
     _check_outside(recipe, folder)
@@ -134,14 +136,13 @@ def _trainer(ready: Prepared, gradients: Gradients, *, resumed: bool) -> Planned
     callbacks: list[TrainerCallback] = [gradients, Divergence(recipe.max_loss_rise)]
     if recipe.retrace is not None:
         callbacks.append(Retracing(ready.model, recipe.retrace, recipe.output_dir / TRACES))
-    tokenizer = tokenizer_of(ready.model)
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    # Batches of a streamed text are put together by one process, which needs them alike.
-    alike = isinstance(texts.train, datasets.IterableDataset) and PartialState().num_processes > 1
+    # Windows of a streamed text are dealt out by one process, which needs batches of one form.
+    dealt = isinstance(texts.train, datasets.IterableDataset) and PartialState().num_processes > 1
+    alike = dealt and recipe.packing == "none"
     trainer = PlannedTrainer(
         ready.model.model,
         arguments,
-        Collate(int(pad), recipe.block_size if alike else None),
+        Collate(int(tokenizer_of(ready.model).eos_token_id), recipe.block_size if alike else None),
         train_dataset=texts.train,
         eval_dataset=dict(texts.measured) or None,
         callbacks=callbacks,
@@ -215,6 +216,20 @@ def _result(
         "notes": notes,
     }
     return CptResult(plain_data(run), curve, recipe.output_dir)
+
+
+@contextmanager
+def _environment_kept() -> Iterator[None]:
+    """Forget that accelerate was told to shard, which would hold for every later training of this process."""
+    before = os.environ.get(_SHARDS)
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(_SHARDS, None)
+
+
+_SHARDS = "ACCELERATE_USE_FSDP"
 
 
 @contextmanager

@@ -63,9 +63,10 @@ def begin(folder: Path, ready: Prepared, *, resume: bool) -> None:
         if folder.exists():
             shutil.rmtree(folder)
         folder.mkdir(parents=True)
+        # First, since by this file the folder is known as one of a training.
+        (folder / BEGUN).write_text(json.dumps(_binding(ready), ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
         ready.plan.save(folder / PLAN)
         (folder / RECIPE).write_text(_recipe_text(ready.recipe), "utf-8")
-        (folder / BEGUN).write_text(json.dumps(_binding(ready), ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise InputError(f"output_dir {str(folder)!r} cannot be written: {error.strerror or error}") from error
 
@@ -96,14 +97,15 @@ def check_same(folder: Path, ready: Prepared) -> None:
         return
     try:
         earlier = json.loads((folder / BEGUN).read_text(encoding="utf-8"))
-    except ValueError as error:
+        earlier = {part: dict(earlier[part]) for part in ("model", "plan", "recipe", "text", "processes")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{str(folder / BEGUN)!r} is damaged: pass --force to begin anew") from error
     says, then = _binding(ready), "resume with the same, or pass --force"
     for part in ("model", "plan"):
-        if earlier.get(part) != says[part]:
+        if earlier[part] != says[part]:
             raise InputError(f"{str(folder)!r} was begun with another {part}: {then}")
     for part in ("recipe", "text", "processes"):
-        before, now = earlier.get(part, {}), says[part]
+        before, now = earlier[part], says[part]
         changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
         if changed and part == "text":
             raise InputError(f"{str(folder)!r} was begun with other words in text {changed[0]}: {then}")
@@ -147,7 +149,7 @@ def save_model(
     frozen: Mapping[str, str],
     result: CptResult,
 ) -> None:
-    """Write the trained model and all about it, after reading it back and comparing it.
+    """Write the trained model and all about it, after reading it back and comparing it (if sharded: what is frozen).
 
     Called by every process of a training; one of them writes.
 

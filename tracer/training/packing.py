@@ -40,9 +40,9 @@ class TextCount:
         tokens: their tokens, end-of-text tokens included; None of a streamed text.
         windows: windows that they were cut into; None of a streamed text.
         dropped: tokens at the end that filled no window; None of a streamed text.
-        bytes_per_token: bytes a token, of a streamed text in its first documents.
-        digest: of the tokens in their order, of a streamed text of those of its first documents.
-        largest: the largest token id among them.
+        bytes_per_token: bytes a token; of a streamed text in the first documents that are drawn, at most `SAMPLE`.
+        digest: of the tokens in their order; likewise.
+        largest: the largest token id; likewise.
     """
 
     documents: int | None
@@ -75,7 +75,7 @@ class _Counted:
             self.bytes += sum(len(text.encode()) for text in some)
             for ids in self.cutter.tokens(some):
                 self.tokens += len(ids)
-                self.largest = max(self.largest, *ids)
+                self.largest = max(self.largest, max(ids))
                 self._digest.update(np.array(ids, dtype="<i8").tobytes())
                 yield ids
 
@@ -252,7 +252,7 @@ class Collate:
 
     Args:
         pad: the token to pad with, which is not learned from.
-        length: of all batches; default that of the longest window of each.
+        length: of all batches, which then all have a mask; default that of the longest window of each.
     """
 
     def __init__(self, pad: int, length: int | None = None):
@@ -270,7 +270,7 @@ class Collate:
             for key in windows[0]
         }
         lengths = [len(window["input_ids"]) for window in windows]
-        if min(lengths) < longest:
+        if self.length is not None or min(lengths) < longest:
             batch["attention_mask"] = (torch.arange(longest) < torch.tensor(lengths)[:, None]).long()
         return batch
 

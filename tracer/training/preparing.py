@@ -233,7 +233,7 @@ class _Preparation:
         for name, documents in measured.items():
             measured_windows[name], measured_counts[name] = cutter.cut_evenly(documents, name)
         total = sum(weight for _, weight in windows.values())
-        self._check_tokens(model, max(count.largest for count in counts.values()))
+        self._check_tokens(model, max(count.largest for count in (*counts.values(), *measured_counts.values())))
         return Texts(
             mixed(windows, recipe.seed),
             measured_windows,
@@ -272,16 +272,15 @@ class _Preparation:
 
     def _arguments(self, model: TracedModel) -> TrainingArguments:
         recipe = self.recipe
-        more = places() | _checkpointed(recipe.arguments)
+        more = machine_settings() | _checkpointed(recipe.arguments)
         if recipe.packing == "none":
             more["include_num_input_tokens_seen"] = "non_padding"
         if recipe.arguments.get("fsdp"):
-            if PartialState().num_processes == 1:
-                raise InputError("fsdp shards over processes, and this is one: start it with torchrun, or leave it out")
             more["fsdp"] = True
             more["fsdp_config"] = {
-                **(recipe.arguments.get("fsdp_config") or {}),
+                **_sharding(recipe.arguments, more),
                 "version": 2,  # which takes frozen and trained parameters in one unit
+                "state_dict_type": "FULL_STATE_DICT",  # of which a model folder is made
                 "transformer_layer_cls_to_wrap": sorted({type(block).__name__ for block in model.blocks}),
             }
             if recipe.retrace is not None:
@@ -292,21 +291,49 @@ class _Preparation:
 def _overlaps(train: Mapping[str, Documents], measured: Mapping[str, datasets.Dataset]) -> list[str]:
     """What of the measured texts is trained on as well."""
     notes = []
-    for name, documents in measured.items():
-        wanted = {text.strip() for text in documents["text"][:]}
-        for other, trained in train.items():
-            if isinstance(trained, datasets.IterableDataset):
-                notes.append(f"text {other} is streamed: whether {name} is part of it has not been looked up")
-                continue
-            both = wanted & {text.strip() for text in trained["text"][:]}
-            if both:
-                notes.append(f"{len(both):,} of the {len(wanted):,} documents of {name} are trained on in {other}")
+    wanted = {name: {text.strip() for text in documents["text"][:]} for name, documents in measured.items()}
+    for other, trained in train.items():
+        if not wanted:
+            break
+        if isinstance(trained, datasets.IterableDataset):
+            notes.append(f"text {other} is streamed: whether {', '.join(wanted)} is part of it has not been looked up")
+            continue
+        both: dict[str, set[str]] = {name: set() for name in wanted}
+        for row in trained:
+            text = row["text"].strip()
+            for name, own in wanted.items():
+                if text in own:
+                    both[name].add(text)
+        for name, found in both.items():
+            if found:
+                notes.append(
+                    f"{len(found):,} of the {len(wanted[name]):,} different documents of {name} are trained on in "
+                    f"{other}"
+                )
     return notes
 
 
-def places() -> dict[str, Any]:
+def machine_settings() -> dict[str, Any]:
     """The settings of the Trainer that follow from the machine."""
     return {} if torch.accelerator.is_available() else {"use_cpu": True}
+
+
+def _sharding(arguments: Mapping[str, Any], more: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The recipe's own settings of FSDP.
+
+    Raises:
+        InputError: they cannot be used here.
+    """
+    own = arguments.get("fsdp_config") or {}
+    if PartialState().num_processes == 1:
+        raise InputError("fsdp shards over processes, and this is one: start it with torchrun, or leave it out")
+    if arguments["fsdp"] is not True or not isinstance(own, Mapping):
+        raise InputError("fsdp: pass true, and its settings as a mapping under fsdp_config")
+    if arguments.get("use_cpu") and torch.accelerator.is_available():
+        raise InputError("fsdp shards over the accelerators that are here: leave use_cpu out")
+    if own.get("activation_checkpointing") and ("activation_checkpointing" in more or "gradient_checkpointing" in more):
+        raise InputError("activation_checkpointing is said twice, in fsdp_config too: leave one of them out")
+    return own
 
 
 def _checkpointed(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import difflib
 import math
 import re
 from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from types import UnionType
@@ -223,7 +224,11 @@ class Recipe:
         Raises:
             InputError: they contradict each other, or the machine.
         """
-        own = {key: value for key, value in self.arguments.items() if not key.startswith("gradient_checkpointing")}
+        own = {
+            key: deepcopy(value)  # the Trainer fills in what a mapping leaves out
+            for key, value in self.arguments.items()
+            if not key.startswith("gradient_checkpointing")
+        }
         settings = {**OURS, **own, **FIXED, **more, "output_dir": str(self.output_dir)}
         # Said in any case: left out, it follows the verbosity of transformers' log.
         settings["disable_tqdm"] = not progress or bool(own.get("disable_tqdm"))
@@ -233,6 +238,10 @@ class Recipe:
         for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "learning_rate"):
             if not getattr(found, name) > 0:
                 raise InputError(f"{name} {getattr(found, name)}: pass a number above 0")
+        for name, wrong in (("lr_scheduler_type", ("reduce_lr_on_plateau", "greedy")), ("save_strategy", ("best",))):
+            value = str(getattr(getattr(found, name), "value", getattr(found, name)))
+            if value in wrong:
+                raise InputError(f"{name} {value}: it follows one measure, and there are several: pass another one")
         if found.max_steps == 0:
             raise InputError("max_steps 0: pass at least 1, or leave it out")
         return found

@@ -30,8 +30,8 @@ class CptResult:
         run: the recipe, the plan (rule, blocks, counts), the price, what became of each text, the measures before and
             after, time and memory, versions, and the traces on the way; what `training.json` holds.
         curve: one row per logged step: `step`, `loss` (nats a token, mean since the last row), `learning_rate`,
-            `grad_norm`, `tokens`, `bytes`, `seconds` (of training so far), and per measured text `NAME_loss`,
-            `NAME_perplexity` (a token) and `NAME_bits_per_byte`.
+            `grad_norm`, `tokens`, `bytes`, `seconds` (so far, measuring and saving included), and per measured text
+            `NAME_loss`, `NAME_perplexity` (a token) and `NAME_bits_per_byte`.
         folder: the model folder that it lies in.
     """
 

@@ -50,7 +50,12 @@ class PlannedTrainer(Trainer):
         on_cpus = bool(self.args.fsdp) and state.distributed_type is DistributedType.MULTI_CPU
         if on_cpus:  # it looks for sharding only among what it takes for accelerators
             state.distributed_type = DistributedType.MULTI_GPU
-        super().create_accelerator_and_postprocess()
+        try:
+            super().create_accelerator_and_postprocess()
+        except BaseException:
+            if on_cpus:
+                state.distributed_type = DistributedType.MULTI_CPU
+            raise
         if on_cpus:
             state.distributed_type = DistributedType.FSDP
 
@@ -61,7 +66,7 @@ class PlannedTrainer(Trainer):
 
     @property
     def seconds(self) -> float:
-        """Seconds of training so far, those before the checkpoint that it goes on from included."""
+        """Seconds so far, measuring and saving included, and those before the checkpoint that it goes on from."""
         if self._earlier is None:
             self._earlier = max((entry.get("seconds", 0.0) for entry in self.state.log_history), default=0.0)
         return self._earlier + time.perf_counter() - self._began
