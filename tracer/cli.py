@@ -334,30 +334,45 @@ def tuned_lens(model: str, text: str, out: str, force: bool, quiet: bool, **opti
 @click.argument("model")
 @click.option(
     "--suite",
-    help="Probe sets or files, separated by commas (default: english; for a model of the zoo zoo/train, zoo/held and "
-    "zoo/new-template).",
+    help="Probe sets or files, ceval, cmmlu, separated by commas (default: english; for a model of the zoo zoo/train, "
+    "zoo/held and zoo/new-template).",
 )
 @click.option("--target", default="single", show_default=True, help="Targets of several tokens: single or first.")
 @click.option("--skip-bad", is_flag=True, help="Count unusable probes instead of refusing the set.")
-@click.option("--limit", type=int, help="Only the first N usable probes of each group.")
+@click.option("--limit", type=int, help="Only the first N usable probes of each group, or questions of each subject.")
+@click.option("--data", help="For ceval and cmmlu: a folder with their CSV files (default: the hub).")
+@click.option("--subjects", help="For ceval and cmmlu: only these, separated by commas.")
+@click.option(
+    "--shots", default=0, show_default=True, help="For ceval and cmmlu: solved examples before each question."
+)
+@click.option("--batch-size", default=8, show_default=True, help="For ceval and cmmlu: prompts of one forward.")
 @click.option("--seed", default=0, show_default=True, help="Of the bootstrap.")
-@click.option("--batch-tokens", default=2048, show_default=True, help="Most tokens in one forward.")
+@click.option("--batch-tokens", default=2048, show_default=True, help="Most tokens in one forward of probes.")
 @click.option("--out", help="Folder for the result and its figure (default: it is only printed).")
+@click.option("--resume", is_flag=True, help="Go on with an interrupted evaluation in --out.")
 @click.option("--force", is_flag=True, help="Replace the result in --out.")
 @_model_options
-def evaluate(model: str, suite: str | None, out: str | None, quiet: bool, **options: Any) -> None:
+def evaluate(model: str, suite: str | None, subjects: str | None, out: str | None, quiet: bool, **options: Any) -> None:
     """Ask MODEL probes: how often the target is the most likely token, and how likely it is.
+
+    The suites ceval and cmmlu are the benchmarks C-Eval (val) and CMMLU (test), asked through lm-evaluation-harness in
+    both answer forms.
 
     \b
     Examples:
       tracer eval zoo/mamba2-8
       tracer eval smollm2-135m-instruct-q4_1 --suite en-capitals,mine.jsonl --out runs/eval
+      tracer eval Qwen/Qwen3-0.6B --suite ceval,cmmlu --shots 5 --out runs/qwen
+      tracer eval ./continued --suite ceval --data benchmarks --subjects law,logic --out runs/law
     """
     from tracer.evaluation.evaluating import evaluate as run_evaluation
 
     load_options = {key: options.pop(key) for key in _LOAD_OPTIONS}
+    names = _names(subjects)
     try:
-        result = run_evaluation(model, suite, out=out, progress=not quiet, load_options=load_options, **options)
+        result = run_evaluation(
+            model, suite, subjects=names, out=out, progress=not quiet, load_options=load_options, **options
+        )
         click.echo(result.summary())
         if out is not None:
             from tracer.plots import write_figures
@@ -365,7 +380,9 @@ def evaluate(model: str, suite: str | None, out: str | None, quiet: bool, **opti
             write_figures({"accuracy": result.plot}, Path(out) / "figures", force=True)
             click.echo(f"\nsaved in {out}, the figure in its folder figures")
     except KeyboardInterrupt:
-        click.echo("\ntracer: interrupted", err=True)
+        kept = out is not None and (Path(out) / "partial").is_dir()
+        said = f"; what is answered is kept, go on with: --out {out} --resume" if kept else ""
+        click.echo(f"\ntracer: interrupted{said}", err=True)
         sys.exit(130)
 
 

@@ -173,6 +173,57 @@ def pooled_interval(
     return Interval(estimate, low, high, profile.n, level, profile.method)
 
 
+def stratified_interval(
+    values: Items,
+    strata: Sequence[str],
+    *,
+    macro: bool,
+    seed: int,
+    label: object,
+    n_resamples: int = 2000,
+    level: float = 0.95,
+) -> Interval:
+    """Interval of a mean over items of fixed strata, such as the questions of the subjects of a benchmark.
+
+    Percentile bootstrap that draws items anew within each stratum: it speaks of further items of these strata, where
+    `pooled_interval` speaks of further groups as well.
+
+    Args:
+        values: `[items]` finite numbers.
+        strata: The stratum of each item.
+        macro: The mean over strata of their means; else the mean over items.
+        seed: The run's seed.
+        label: What the numbers are; see `rng`.
+        n_resamples: Bootstrap resamples.
+        level: Confidence level.
+
+    Returns:
+        The interval; its ends are `None` where no stratum has two different values, which resampling cannot judge.
+
+    Raises:
+        InputError: A value that is not finite, no items, or a stratum for each item missing.
+    """
+    column = _finite(values, 1)
+    if len(strata) != len(column) or not len(column):
+        raise InputError(f"{len(strata)} strata for {len(column)} items; pass one stratum for each item, and an item")
+    _, membership = np.unique(np.asarray(strata, dtype=str), return_inverse=True)
+    sizes = np.bincount(membership)
+    weights = np.full(len(sizes), 1 / len(sizes)) if macro else sizes / sizes.sum()
+    generator = rng(seed, label)
+    estimate, resampled, varies = 0.0, np.zeros(n_resamples), False
+    for stratum, (size, weight) in enumerate(zip(sizes, weights, strict=True)):
+        own = column[membership == stratum]
+        estimate += weight * own.mean()
+        varies |= bool(np.ptp(own))
+        drawn = generator.multinomial(size, np.full(size, 1 / size), n_resamples)
+        resampled += weight * (drawn @ own) / size
+    method = f"percentile bootstrap over items within {len(sizes)} strata"
+    if not varies:
+        return Interval(float(estimate), None, None, len(column), level, f"{method} (undefined: no stratum varies)")
+    low, high = np.quantile(resampled, [(1 - level) / 2, (1 + level) / 2])
+    return Interval(float(estimate), float(low), float(high), len(column), level, method)
+
+
 def bootstrap_profile(
     values: Shaped[np.ndarray, "items blocks"],
     groups: Sequence[str] | None,

@@ -10,12 +10,12 @@ from matplotlib.figure import Figure
 from tracer.errors import one_of
 from tracer.results import SavedResult
 
-SCHEMA = 1
+SCHEMA = 2
 FILES = ("arrays.safetensors", "groups.csv", "probes.jsonl", "run.json")
 """The files of a result; `run.json` is moved in last, so that a folder that has it is complete."""
 
-ALL = "all"
-"""Name of the pooled row of a suite in `groups`."""
+ALL, MACRO = "all", "macro"
+"""Names in `groups` of a suite's pooled rows: of all its answers alike, and of the mean over a benchmark's subjects."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,14 +25,18 @@ class EvalResult(SavedResult):
     Attributes:
         run: arguments, versions, model, unusable probes by suite, warnings about kept ones, and for a model of the zoo
             what its card says; what `run.json` holds.
-        probes: one row per usable probe: `suite`, `id`, `group`, `prompt`, `target`, `said` (the most likely token),
-            `answered` (whether it is the target), `log_p` (log-probability of the target, nats) and `p_said`
-            (probability of the most likely token).
-        groups: one row per suite and group, and one of each suite as a whole (`all`): `n`, `answered`, `accuracy` with
-            its 95 % interval (`low`, `high`), mean log-probability of the target in nats `log_p` (`log_p_low`,
-            `log_p_high`), and `p_said`, the mean probability of the most likely token: what the accuracy would be if
-            the model were calibrated.
-        arrays: `log_p` `[probes]` log-probability of the target (nats), `p_said` `[probes]`.
+        probes: one row per usable probe, or per question of a benchmark and answer form: `suite`, `id`, `group` (a
+            benchmark's subject), `prompt`, `target`, `said` (the most likely token, or of the four letters the most
+            likely one), `answered` (whether it is the target), `log_p` (log-probability of the target, nats),
+            `p_said` (probability of what was said) and `mass` (that of the four letters together, missing for probes).
+        groups: one row per suite and group, one of each suite as a whole (`all`), and of a benchmark one of the mean
+            over subjects (`macro`): `n`, `answered`, `accuracy` with its 95 % interval (`low`, `high`), mean
+            log-probability of the target in nats `log_p` (`log_p_low`, `log_p_high`), `p_said`, the mean probability
+            of what was said, which for probes is what the accuracy would be if the model were calibrated, and `mass`.
+            The pooled rows of probe sets speak of further groups and probes, those of benchmarks of further questions
+            on the same subjects.
+        arrays: `log_p` `[probes]` log-probability of the target (nats), `p_said` and `mass` `[probes]`, and of
+            benchmarks `log_p_letters` `[probes, 4]`.
     """
 
     run: dict[str, Any]

@@ -5,7 +5,11 @@ import textwrap
 import numpy as np
 import pandas as pd
 
-from tracer.evaluation.results import ALL, EvalResult
+from tracer.evaluation.benchmarks import CHANCE
+from tracer.evaluation.results import ALL, MACRO, EvalResult
+
+LEAST_MASS = 0.5
+"""Probability on the four letters below which a model is said not to answer in a form."""
 
 
 def summary_of(result: EvalResult) -> str:
@@ -14,10 +18,15 @@ def summary_of(result: EvalResult) -> str:
     parts = [
         f"{model['name']}  ({model['anatomy']['model_class']}, {len(model['anatomy']['blocks'])} blocks, "
         f"{model['dtype']}, {model['device']})\n"
-        "accuracy: the target is the most likely of all tokens; 95 % intervals; log p in nats; p said: mean "
-        "probability\nof the most likely token, which equals the accuracy of a calibrated model"
+        "accuracy with 95 % intervals: the target is the most likely of all tokens, or of the four letters of a "
+        "question;\nlog p: of the target, in nats; p said: mean probability of what was said, which for probes equals "
+        "the accuracy of\na calibrated model"
     ]
+    if result.run["benchmarks"]:
+        parts.append(_benchmarks(result))
     for suite in result.suites:
+        if suite not in result.run["skipped"]:
+            continue
         table = result.groups[result.groups["suite"] == suite]
         if len(table) == 2:  # one group, which is all
             table = table[table["group"] == ALL]
@@ -45,6 +54,43 @@ def summary_of(result: EvalResult) -> str:
         first = textwrap.shorten("{where}: {reason}".format(**result.run["warnings"][0]), 90, placeholder=" ...")
         parts.append(f"  ! {len(result.run['warnings'])} probes are kept but suspect, e.g. {first}")
     return "\n\n".join(parts)
+
+
+def _benchmarks(result: EvalResult) -> str:
+    """The benchmarks as wholes, answer forms side by side, and what should make a reader careful."""
+    groups, arguments = result.groups, result.run["arguments"]
+    rows, notes = [], []
+    for name, about in result.run["benchmarks"].items():
+        for form in arguments["forms"]:
+            table = groups[groups["suite"] == f"{name} {form}"].set_index("group")
+            micro, macro = table.loc[ALL], table.loc[MACRO]
+            rows.append(
+                {
+                    "benchmark": name,
+                    "form": form,
+                    "subjects": len(about["subjects"]),
+                    "questions": about["questions"],
+                    "macro": _interval(*macro[["accuracy", "low", "high"]]),
+                    "micro": _interval(*micro[["accuracy", "low", "high"]]),
+                    "log p (macro)": _interval(*macro[["log_p", "log_p_low", "log_p_high"]]),
+                    "four letters": f"{micro['mass']:.3f}",
+                }
+            )
+            if micro["mass"] < LEAST_MASS:
+                notes.append(
+                    f"{name} {form}: the four letters hold {micro['mass']:.1%} of the probability after the prompt, so "
+                    "that the model does not answer in this form"
+                )
+        if about["truncated"]:
+            notes.append(
+                f"{name}: {about['truncated']} prompts are longer than the model reads and lost their beginning"
+            )
+    shown = pd.DataFrame(rows).to_string(index=False, justify="right")
+    title = (
+        f"{arguments['shots']} shots; chance is {CHANCE:.2f}; macro: mean over subjects, as the benchmarks report; "
+        "micro: over questions;\nform A: the letter right after the prompt, ␣A: a space between"
+    )
+    return "\n".join([title, shown, *(f"  ! {note}" for note in notes)])
 
 
 def _interval(mean: float, low: float, high: float) -> str:
