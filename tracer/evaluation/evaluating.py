@@ -109,7 +109,10 @@ def evaluate(
         raise InputError("subjects are those of ceval and cmmlu: name one of them as a suite, or leave subjects out")
     if data is not None and not Path(data).is_dir():
         raise InputError(f"no folder {str(data)!r} of questions: pass data= one that holds ceval or cmmlu")
-    opened = model if isinstance(model, TracedModel) else load(model, progress=progress, **(load_options or {}))
+    options = dict(load_options or {})
+    if asked and options.get("backend", "auto") == "auto":
+        options["backend"] = "hooks"  # the harness runs the model itself, not a bridge around it
+    opened = model if isinstance(model, TracedModel) else load(model, progress=progress, **options)
     if suites is None:
         suites = SUITES if opened.opened.kind == "zoo" else [default_probes(opened)]
     sets = [read_probes(suite, skip_bad=skip_bad) for suite in suites if suite not in asked]
