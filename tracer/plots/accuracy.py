@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from matplotlib.figure import Figure
 
+from tracer.evaluation.benchmarks import CHANCE
 from tracer.evaluation.results import ALL
 from tracer.plots.style import BLACK, BLUE, GREEN, ORANGE, VERMILLION, model_name, plain, style, write_caption
 
@@ -34,13 +35,23 @@ def draw_accuracy(result: "EvalResult") -> Figure:
         axes.set_xlim(-0.02, 1.02)
         axes.grid(axis="x")
         axes.grid(visible=False, axis="y")
-        axes.set_xlabel("accuracy: the target is the most likely of all tokens")
+        letters = set(result.suites) - set(result.run["skipped"])  # suites of questions with four choices
+        if letters:
+            axes.axvline(CHANCE, color=BLACK, linestyle=":", linewidth=1, label="chance, of a question")
+        what = {
+            "probes": "the target is the most likely of all tokens",
+            "questions": "the right letter is the most likely of the four",
+        }
+        said = [words for kind, words in what.items() if kind == ("questions" if letters else "probes")]
+        if letters and len(letters) < len(result.suites):
+            said = [f"{kind}: {words}" for kind, words in what.items()]
+        axes.set_xlabel(f"accuracy ({'; '.join(said)})")
         figure.legend(loc="outside upper left", ncols=4)
         counts = result.groups[result.groups["group"] == ALL].set_index("suite")["n"]
         write_caption(
             figure,
             [
-                "Share of probes whose target is the most likely next token, by group; lines: 95 % intervals",
+                "Share of right answers, by group; lines: 95 % intervals",
                 "n = " + ", ".join(f"{counts[suite]} ({plain(suite, 30)})" for suite in result.suites),
                 f"{model_name(result.run)}, {result.run['model']['dtype']}",
             ],
