@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tracer import hooks
     from tracer.drifting import DriftResult, drift
     from tracer.errors import HookError, InputError, ModelRefused, TracerError, TrainingStopped
-    from tracer.evaluation import EvalResult, evaluate
+    from tracer.evaluation import Comparison, EvalResult, compare, evaluate
     from tracer.freezing.cost import Prices, price
     from tracer.freezing.plan import FreezePlan, plan
     from tracer.models.catalogue import fetch
@@ -39,6 +39,8 @@ _HOME = {
     "ModelRefused": "tracer.errors",
     "TracerError": "tracer.errors",
     "TrainingStopped": "tracer.errors",
+    "Comparison": "tracer.evaluation",
+    "compare": "tracer.evaluation",
     "EvalResult": "tracer.evaluation",
     "evaluate": "tracer.evaluation",
     "FreezePlan": "tracer.freezing.plan",
@@ -63,6 +65,7 @@ _HOME = {
 }
 
 __all__ = [
+    "Comparison",
     "CptResult",
     "DriftResult",
     "EvalResult",
@@ -80,6 +83,7 @@ __all__ = [
     "TracerError",
     "TrainingStopped",
     "TunedLens",
+    "compare",
     "cpt",
     "drift",
     "evaluate",

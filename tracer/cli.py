@@ -387,6 +387,27 @@ def evaluate(model: str, suite: str | None, subjects: str | None, out: str | Non
 
 
 @cli.command()
+@click.argument("runs", nargs=-1, required=True)
+@click.option("--seed", default=0, show_default=True, help="Of the bootstrap.")
+@click.option("--out", help="Folder for the tables of suites and groups (default: they are only printed).")
+@click.option("--force", is_flag=True, help="Replace the comparison in --out.")
+def compare(runs: tuple[str, ...], seed: int, out: str | None, force: bool) -> None:
+    """Compare evaluations on the same questions with the first of RUNS (folders of tracer eval).
+
+    \b
+    Examples:
+      tracer eval BASE --suite ceval --out runs/base && tracer eval ./continued --suite ceval --out runs/continued
+      tracer compare runs/base runs/continued
+    """
+    from tracer.evaluation.comparing import compare as run_comparison
+
+    found = run_comparison(runs, seed=seed)
+    click.echo(found.summary())
+    if out is not None:
+        click.echo(f"\nsaved in {found.save(out, force=force)}")
+
+
+@cli.command()
 @click.argument("name", required=False)
 @click.option("--text", "folder", help="Write texts of the invented world into this folder, to continue training on.")
 def zoo(name: str | None, folder: str | None) -> None:

@@ -224,6 +224,34 @@ def stratified_interval(
     return Interval(float(estimate), float(low), float(high), len(column), level, method)
 
 
+def mcnemar(only_first: int, only_second: int) -> float:
+    """Exact two-sided p-value that two paired shares are equal.
+
+    Args:
+        only_first: Items for which only the first one holds.
+        only_second: Items for which only the second one holds.
+
+    Returns:
+        1 where the two never differ.
+
+    Source: McNemar (1947), Psychometrika 12:153-157, with the exact binomial distribution.
+    """
+    differing = only_first + only_second
+    return float(stats.binomtest(only_first, differing).pvalue) if differing else 1.0
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """P-values corrected for their number, so that the smallest true null is rejected at the level itself.
+
+    Source: Holm (1979), Scandinavian Journal of Statistics 6:65-70.
+    """
+    order = np.argsort(p_values, kind="stable")
+    steps = np.maximum.accumulate(np.asarray(p_values, dtype=float)[order] * np.arange(len(order), 0, -1))
+    corrected = np.empty(len(order))
+    corrected[order] = np.minimum(steps, 1)
+    return corrected.tolist()
+
+
 def bootstrap_profile(
     values: Shaped[np.ndarray, "items blocks"],
     groups: Sequence[str] | None,
