@@ -1,7 +1,7 @@
 """Step times under freeze plans against the prediction of `tracer.price`.
 
 `python benchmarks/step_time.py` prints, for several plans on SmolLM2-135M, the time of a step (forward, backward,
-AdamW) as a ratio to that of `full` in the same round, median and quartiles over rounds, beside the predicted ratio,
+AdamW) as a ratio of medians to that of `full`, with the quartiles of single rounds, beside the predicted ratio,
 tokens a second, the bytes of the moments, and the most memory that a process under the plan alone holds. Plans
 alternate in one process, so that what else the machine does slows them alike; of each turn's two steps the second one
 counts, since the first pays for memory that the plan before had given back. The memory is measured in one process a
@@ -87,7 +87,7 @@ def measure(name: str, batch: int, block_size: int, rounds: int) -> pd.DataFrame
                 "plan": label,
                 "trained": predicted.plan.trained,
                 "predicted": predicted.time_ratio,
-                "measured": np.median(ratios),
+                "measured": np.median(own) / np.median(full),
                 "q1": np.quantile(ratios, 0.25),
                 "q3": np.quantile(ratios, 0.75),
                 "tokens/s": batch * block_size / np.median(own),
