@@ -15,7 +15,7 @@ from tqdm import tqdm
 from tracer.errors import InputError, one_of
 from tracer.models.selfcheck import Engine
 from tracer.models.traced import TracedModel
-from tracer.probes import TokenizedProbe
+from tracer.probes import ProbeSet, TargetReading, TokenizedProbe, TokenizedProbes, tokenize
 from tracer.zoo.shelf import PREFIX
 
 
@@ -81,6 +81,23 @@ def first_of_each_group(items: Sequence[TokenizedProbe], limit: int | None) -> t
         if limit is None or seen[item.probe.group] <= limit:
             kept.append(item)
     return tuple(kept)
+
+
+def usable_probes(
+    model: TracedModel, probes: ProbeSet, *, target: TargetReading, limit: int | None, skip_bad: bool
+) -> TokenizedProbes:
+    """The probes that a trace of a model would use; see `trace` for the arguments.
+
+    Raises:
+        InputError: a probe cannot be used, or none can.
+    """
+    tokenized = tokenize(probes, model.tokenizer, target=target, skip_bad=skip_bad)
+    check_fit(model, tokenized.items)
+    tokenized = replace(tokenized, items=first_of_each_group(tokenized.items, limit))
+    if not tokenized.items:
+        first = f" (the first: {tokenized.skipped[0].reason})" if tokenized.skipped else ""
+        raise InputError(f"none of the {len(probes)} probes of {probes.name!r} can be used{first}")
+    return tokenized
 
 
 def versions() -> dict[str, str]:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
@@ -25,10 +25,9 @@ from tracer.probes import (
     TargetReading,
     TokenizedProbes,
     read_probes,
-    tokenize,
 )
 from tracer.results import PARTIAL, TraceResult, check_free
-from tracer.runs import allowed_engine, check_fit, corrupt_of, default_probes, first_of_each_group, versions
+from tracer.runs import allowed_engine, check_fit, corrupt_of, default_probes, usable_probes, versions
 from tracer.tuned_lens import TunedLens
 
 
@@ -181,23 +180,6 @@ def trace(
         result.save(folder, force=force or resume)
         store.remove()
     return result
-
-
-def usable_probes(
-    model: TracedModel, probes: ProbeSet, *, target: TargetReading, limit: int | None, skip_bad: bool
-) -> TokenizedProbes:
-    """The probes that a trace of a model would use; see `trace` for the arguments.
-
-    Raises:
-        InputError: a probe cannot be used, or none can.
-    """
-    tokenized = tokenize(probes, model.tokenizer, target=target, skip_bad=skip_bad)
-    check_fit(model, tokenized.items)
-    tokenized = replace(tokenized, items=first_of_each_group(tokenized.items, limit))
-    if not tokenized.items:
-        first = f" (the first: {tokenized.skipped[0].reason})" if tokenized.skipped else ""
-        raise InputError(f"none of the {len(probes)} probes of {probes.name!r} can be used{first}")
-    return tokenized
 
 
 def _check_reach(model: TracedModel, settings: Settings) -> None:

@@ -12,10 +12,12 @@ import pandas as pd
 from scipy.stats import norm
 
 from tracer.errors import InputError
-from tracer.evaluation.results import EvalResult
+from tracer.evaluation.means import mean_answer
+from tracer.evaluation.results import EvalResult, asks_letters
 from tracer.results import check_free, write_folder
 from tracer.runs import versions
-from tracer.statistics import Interval, holm, mcnemar, pooled_interval, stratified_interval
+from tracer.statistics import Interval, holm, mcnemar
+from tracer.summary import bounds
 
 FILES = ("groups.csv", "suites.csv", "run.json")
 """The files of a saved comparison."""
@@ -135,7 +137,7 @@ class _Pair:
         self.right = [run.probes.loc[rows, "answered"].to_numpy(dtype=bool) for run in (base, other)]
         self.gain = self.right[1].astype(float) - self.right[0]
         self.log_p = other.arrays["log_p"][rows] - base.arrays["log_p"][rows]
-        self.subjects = bool(base.probes.loc[rows, "mass"].notna().all())
+        self.subjects = asks_letters(base.probes[rows])
         self.seed, self.label = seed, label
 
     def suite(self) -> dict[str, Any]:
@@ -164,9 +166,7 @@ class _Pair:
 
     def _mean(self, values: np.ndarray, macro: bool, name: str) -> Interval:
         label = (name, *self.label)
-        if self.subjects:
-            return stratified_interval(values, self.of, macro=macro, seed=self.seed, label=label)
-        return pooled_interval(values, self.of, seed=self.seed, label=label)
+        return mean_answer(values, self.of, subjects=self.subjects, macro=macro, seed=self.seed, label=label)
 
     def groups(self) -> list[dict[str, Any]]:
         rows = []
@@ -218,6 +218,4 @@ def _summary_of(comparison: Comparison) -> str:
 
 
 def _ends(row: Mapping[Any, Any], name: str) -> str:
-    low, high = row[f"{name}_low"], row[f"{name}_high"]
-    ends = "" if low is None or np.isnan(low) else f" [{low:+.3f}, {high:+.3f}]"
-    return f"{row[name]:+.3f}{ends}"
+    return f"{row[name]:+.3f} {bounds(row[f'{name}_low'], row[f'{name}_high'], '+.3f')}".rstrip()

@@ -15,16 +15,16 @@ from tracer.engine import DEFAULT_BATCH_TOKENS
 from tracer.errors import InputError, one_of
 from tracer.evaluation.benchmarks import BENCHMARKS, FORMS, LETTERS
 from tracer.evaluation.harness import Harness
+from tracer.evaluation.means import mean_answer
 from tracer.evaluation.next_token import next_tokens
-from tracer.evaluation.results import ALL, FILES, MACRO, SCHEMA, EvalResult
+from tracer.evaluation.results import ALL, FILES, MACRO, SCHEMA, EvalResult, asks_letters
 from tracer.models.plain import evaluating
 from tracer.models.traced import TracedModel, load
 from tracer.partial import PartialRun
 from tracer.probes import ProbeSet, TokenizedProbes, read_probes
 from tracer.results import check_free
-from tracer.runs import default_probes, versions
-from tracer.statistics import Interval, pooled_interval, stratified_interval
-from tracer.tracing import usable_probes
+from tracer.runs import default_probes, usable_probes, versions
+from tracer.statistics import Interval
 from tracer.zoo.shelf import PREFIX, SUITES, read_card
 
 
@@ -204,7 +204,7 @@ def _groups(probes: pd.DataFrame, arrays: Mapping[str, np.ndarray], seed: int) -
     """Accuracy and mean log-probability of each group, and of each suite as a whole."""
     rows = []
     for suite, table in probes.groupby("suite", sort=False):
-        subjects = bool(table["mass"].notna().all())
+        subjects = asks_letters(table)
         parts = {ALL: table.index, **table.groupby("group", sort=False).groups}
         if subjects:
             parts = {MACRO: table.index, **parts}
@@ -253,9 +253,7 @@ class _Scheme:
 
     def mean(self, values: np.ndarray, what: str = "log_p") -> Interval:
         label = (what, *self.label)
-        if self.groups is not None and self.fixed:
-            return stratified_interval(values, self.groups, macro=self.macro, seed=self.seed, label=label)
-        return pooled_interval(values, self.groups, seed=self.seed, label=label)
+        return mean_answer(values, self.groups, subjects=self.fixed, macro=self.macro, seed=self.seed, label=label)
 
     def plain_mean(self, values: np.ndarray) -> float:
         if self.groups is not None and self.macro:

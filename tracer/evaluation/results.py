@@ -18,6 +18,11 @@ ALL, MACRO = "all", "macro"
 """Names in `groups` of a suite's pooled rows: of all its answers alike, and of the mean over a benchmark's subjects."""
 
 
+def asks_letters(probes: pd.DataFrame) -> bool:
+    """Whether answers are those to questions of a benchmark, which are one of four letters."""
+    return bool(probes["mass"].notna().all())
+
+
 @dataclass(frozen=True, eq=False)
 class EvalResult(SavedResult):
     """How one model answers one or several suites of probes.
@@ -54,6 +59,11 @@ class EvalResult(SavedResult):
     def suites(self) -> tuple[str, ...]:
         """Names of the suites."""
         return tuple(self.run["arguments"]["suites"])
+
+    @property
+    def benchmarks(self) -> tuple[str, ...]:
+        """Those of the suites that are a benchmark in one answer form."""
+        return tuple(str(suite) for suite, table in self.probes.groupby("suite", sort=False) if asks_letters(table))
 
     def to_frame(self, of: str = "groups") -> pd.DataFrame:
         """One of the tables `groups` and `probes`, as a copy."""

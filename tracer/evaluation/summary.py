@@ -2,11 +2,11 @@
 
 import textwrap
 
-import numpy as np
 import pandas as pd
 
-from tracer.evaluation.benchmarks import CHANCE
+from tracer.evaluation.benchmarks import BENCHMARKS, CHANCE, suite_name
 from tracer.evaluation.results import ALL, MACRO, EvalResult
+from tracer.summary import bounds
 
 LEAST_MASS = 0.5
 """Probability on the four letters below which a model is said not to answer in a form."""
@@ -22,10 +22,11 @@ def summary_of(result: EvalResult) -> str:
         "question;\nlog p: of the target, in nats; p said: mean probability of what was said, which for probes equals "
         "the accuracy of\na calibrated model"
     ]
-    if result.run["benchmarks"]:
+    benchmarks = result.benchmarks
+    if benchmarks:
         parts.append(_benchmarks(result))
     for suite in result.suites:
-        if suite not in result.run["skipped"]:
+        if suite in benchmarks:
             continue
         table = result.groups[result.groups["suite"] == suite]
         if len(table) == 2:  # one group, which is all
@@ -62,7 +63,7 @@ def _benchmarks(result: EvalResult) -> str:
     rows, notes = [], []
     for name, about in result.run["benchmarks"].items():
         for form in arguments["forms"]:
-            table = groups[groups["suite"] == f"{name} {form}"].set_index("group")
+            table = groups[groups["suite"] == suite_name(BENCHMARKS[name], form)].set_index("group")
             micro, macro = table.loc[ALL], table.loc[MACRO]
             rows.append(
                 {
@@ -94,4 +95,4 @@ def _benchmarks(result: EvalResult) -> str:
 
 
 def _interval(mean: float, low: float, high: float) -> str:
-    return f"{mean:.3f}" + ("" if np.isnan(low) else f" [{low:.3f}, {high:.3f}]")
+    return f"{mean:.3f} {bounds(low, high, '.3f')}".rstrip()

@@ -35,17 +35,17 @@ def draw_accuracy(result: "EvalResult") -> Figure:
         axes.set_xlim(-0.02, 1.02)
         axes.grid(axis="x")
         axes.grid(visible=False, axis="y")
-        letters = set(result.suites) - set(result.run["skipped"])  # suites of questions with four choices
-        if letters:
+        benchmarks = result.benchmarks
+        if benchmarks:
             axes.axvline(CHANCE, color=BLACK, linestyle=":", linewidth=1, label="chance, of a question")
-        what = {
-            "probes": "the target is the most likely of all tokens",
-            "questions": "the right letter is the most likely of the four",
-        }
-        said = [words for kind, words in what.items() if kind == ("questions" if letters else "probes")]
-        if letters and len(letters) < len(result.suites):
-            said = [f"{kind}: {words}" for kind, words in what.items()]
-        axes.set_xlabel(f"accuracy ({'; '.join(said)})")
+        probes, letters = (
+            "the target is the most likely of all tokens",
+            "the right letter is the most likely of the four",
+        )
+        what = letters if benchmarks else probes
+        if benchmarks and len(benchmarks) < len(result.suites):
+            what = f"probes: {probes}; questions: {letters}"
+        axes.set_xlabel(f"accuracy ({what})")
         figure.legend(loc="outside upper left", ncols=4)
         counts = result.groups[result.groups["group"] == ALL].set_index("suite")["n"]
         write_caption(

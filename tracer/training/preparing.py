@@ -16,8 +16,7 @@ from tracer.freezing.plan import FreezePlan
 from tracer.freezing.plan import plan as make_plan
 from tracer.models.traced import TracedModel, load
 from tracer.probes import read_probes
-from tracer.runs import default_probes
-from tracer.tracing import usable_probes
+from tracer.runs import default_probes, usable_probes
 from tracer.training.packing import LEAK, Cutter, TextCount, isolation_gap, mixed
 from tracer.training.recipe import Recipe
 from tracer.training.sources import Documents, open_documents, split_documents

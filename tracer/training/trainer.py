@@ -48,16 +48,14 @@ class PlannedTrainer(Trainer):
         """Also shards over processes on CPUs, where accelerate by itself would run DDP whatever the settings say."""
         state = PartialState()
         on_cpus = bool(self.args.fsdp) and state.distributed_type is DistributedType.MULTI_CPU
+        then = state.distributed_type
         if on_cpus:  # it looks for sharding only among what it takes for accelerators
             state.distributed_type = DistributedType.MULTI_GPU
         try:
             super().create_accelerator_and_postprocess()
-        except BaseException:
-            if on_cpus:
-                state.distributed_type = DistributedType.MULTI_CPU
-            raise
-        if on_cpus:
-            state.distributed_type = DistributedType.FSDP
+            then = DistributedType.FSDP if on_cpus else state.distributed_type
+        finally:
+            state.distributed_type = then
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's, by the clock."""
