@@ -340,6 +340,7 @@ def tuned_lens(model: str, text: str, out: str, force: bool, quiet: bool, **opti
 @click.option("--target", default="single", show_default=True, help="Targets of several tokens: single or first.")
 @click.option("--skip-bad", is_flag=True, help="Count unusable probes instead of refusing the set.")
 @click.option("--limit", type=int, help="Only the first N usable probes of each group, or questions of each subject.")
+@click.option("--every", default=1, show_default=True, help="For ceval and cmmlu: only every N-th question.")
 @click.option("--data", help="For ceval and cmmlu: a folder with their CSV files (default: the hub).")
 @click.option("--subjects", help="For ceval and cmmlu: only these, separated by commas.")
 @click.option(

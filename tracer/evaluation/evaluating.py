@@ -35,6 +35,7 @@ def evaluate(
     target: str = "single",
     skip_bad: bool = False,
     limit: int | None = None,
+    every: int = 1,
     data: str | os.PathLike[str] | None = None,
     subjects: Sequence[str] | None = None,
     shots: int = 0,
@@ -62,6 +63,7 @@ def evaluate(
         target: how a target of several tokens is read: refused (`single`), or its `first` token.
         skip_bad: count unusable probes instead of refusing the set; shipped sets are treated so always.
         limit: only the first so many usable probes of each group, or questions of each subject.
+        every: for benchmarks, only every so-manyth question of each subject: 10 asks a fixed tenth of them.
         data: for benchmarks, a folder with their CSV files in the official layout (`ceval/val/law_val.csv`,
             `cmmlu/test/law.csv`, and `dev` beside them), or one benchmark's own folder. Default: the Hugging Face hub.
         subjects: for benchmarks, only these.
@@ -92,10 +94,12 @@ def evaluate(
     """
     one_of("target", target, ("single", "first"))
     forms = tuple(one_of("answer form", form, FORMS) for form in forms)
-    if not forms or shots < 0 or batch_size < 1:
+    if limit is not None and limit < 1:
+        raise InputError(f"limit {limit}: pass at least 1")
+    if not forms or shots < 0 or batch_size < 1 or every < 1:
         raise InputError(
-            f"forms {list(forms)}, shots {shots}, batch_size {batch_size}: pass a form, shots of at least "
-            "0 and a batch of at least 1"
+            f"forms {list(forms)}, shots {shots}, batch_size {batch_size}, every {every}: pass a form, shots of at "
+            "least 0, and at least 1 for the others"
         )
     folder = None if out is None else Path(out)
     if folder is not None:
@@ -125,6 +129,7 @@ def evaluate(
         "suites": names,
         "target": target,
         "limit": limit,
+        "every": every,
         "seed": seed,
         "subjects": None if subjects is None else list(subjects),
         "shots": shots,
@@ -138,7 +143,9 @@ def evaluate(
     benchmarks: dict[str, dict[str, Any]] = {}
     for name, chosen in asked.items():
         harness = Harness(opened, None if data is None else Path(data), shots, batch_size)
-        tables.append(harness.ask(BENCHMARKS[name], chosen, forms, limit=limit, store=store, progress=progress))
+        tables.append(
+            harness.ask(BENCHMARKS[name], chosen, forms, limit=limit, every=every, store=store, progress=progress)
+        )
         number = len(tables[-1]) // len(forms)
         benchmarks[name] = {"subjects": list(chosen), "questions": number, "truncated": harness.truncated}
     probes = pd.concat(tables, ignore_index=True)

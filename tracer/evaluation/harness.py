@@ -56,6 +56,7 @@ class Harness:
         forms: Sequence[str],
         *,
         limit: int | None,
+        every: int,
         store: PartialRun,
         progress: bool,
     ) -> pd.DataFrame:
@@ -66,6 +67,7 @@ class Harness:
             subjects: some of its subjects.
             forms: some of `tracer.evaluation.benchmarks.FORMS`.
             limit: only the first so many questions of each subject.
+            every: of these only every so-manyth, beginning with the first one.
             store: for what is answered already.
             progress: show a progress bar.
 
@@ -79,14 +81,14 @@ class Harness:
             for subject in tqdm(subjects, desc=f"reading {benchmark.title}", unit="subject", disable=not progress)
             for form in forms
         }
-        sizes = {subject: len(built[subject, forms[0]].eval_docs) for subject in subjects}
-        sizes = {subject: size if limit is None else min(size, limit) for subject, size in sizes.items()}
+        asked = {subject: list(range(len(built[subject, forms[0]].eval_docs)))[:limit:every] for subject in subjects}
         rows: list[dict[str, Any]] = []
-        bar = tqdm(total=sum(sizes.values()), desc=f"Asking {benchmark.title}", unit="question", disable=not progress)
+        total = sum(map(len, asked.values()))
+        bar = tqdm(total=total, desc=f"Asking {benchmark.title}", unit="question", disable=not progress)
         with bar, evaluating(self.model.model):
-            for subject, size in sizes.items():
-                for start in range(0, size, AT_ONCE):
-                    numbers = list(range(start, min(start + AT_ONCE, size)))
+            for subject, own in asked.items():
+                for start in range(0, len(own), AT_ONCE):
+                    numbers = own[start : start + AT_ONCE]
                     tasks = {form: built[subject, form] for form in forms}
                     rows += self._some(benchmark, subject, numbers, tasks, store)
                     bar.update(len(numbers))
