@@ -40,7 +40,7 @@ def measure(out: Path, data: Path | None) -> None:
             rounded = result.probes[kept].round({"log_p": 5, "mass": 5})
             rounded.to_csv(target / "questions.csv", index=False, lineterminator="\n")
             about = {key: result.run[key] for key in ("arguments", "benchmarks", "versions")}
-            about["model"] = {key: result.run["model"][key] for key in ("name", "fingerprint", "dtype", "device")}
+            about["model"] = {key: result.run["model"][key] for key in ("name", "revision", "dtype", "device")}
             (target / "run.json").write_text(json.dumps(about, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
 
 

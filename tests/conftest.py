@@ -1,4 +1,4 @@
-"""What holds for every test: one thread, no hub, the same seeds.
+"""What holds for every test: one thread, no hub, the same seeds, and nothing left at home by `datasets`.
 
 Nothing of `tracer` is imported here: its modules must first be imported after pytest has installed the type checks of
 jaxtyping and beartype.
@@ -12,7 +12,10 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["MPLBACKEND"] = "agg"
 
 import random
+from collections.abc import Iterator
+from pathlib import Path
 
+import datasets
 import huggingface_hub
 import numpy as np
 import pytest
@@ -26,6 +29,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def datasets_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("datasets")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", folder)
+        patch.setenv("HF_DATASETS_CACHE", str(folder))  # for processes that a test starts
+        yield folder
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tracer.errors import InputError
 from tracer.models.plain import evaluating
+from tracer.text_sources import Documents
 from tracer.training.recipe import Packing
-from tracer.training.sources import Documents
 
 IGNORED = -100
 """The label of a position that is not learned from."""

@@ -17,9 +17,9 @@ from tracer.freezing.plan import plan as make_plan
 from tracer.models.traced import TracedModel, load
 from tracer.probes import read_probes
 from tracer.runs import default_probes, usable_probes
+from tracer.text_sources import Documents, open_documents, split_documents
 from tracer.training.packing import LEAK, Cutter, TextCount, isolation_gap, mixed
 from tracer.training.recipe import Recipe
-from tracer.training.sources import Documents, open_documents, split_documents
 
 PLAN_KEYS = ("run", "rule", "ablation", "embeddings", "norm", "head", "allow_degenerate")
 """What a recipe may say about a plan that it makes: arguments of `tracer.plan`."""

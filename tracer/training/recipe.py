@@ -1,7 +1,6 @@
 """The recipe of a continued pre-training: a YAML file, checked whole before anything is opened."""
 
 import difflib
-import math
 import re
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
@@ -18,6 +17,7 @@ from tracer.ablations import ablation_kinds
 from tracer.errors import InputError, one_of
 from tracer.models.cache import one_line
 from tracer.models.loading import DTYPES
+from tracer.text_sources import TextSource
 
 Packing = Literal["packed", "isolated", "none"]
 
@@ -26,9 +26,6 @@ PACKINGS: Mapping[str, str] = {
     "isolated": "the same windows, but a document does not see those before it: where the architecture can",
     "none": "every document in windows of its own, the last one padded",
 }
-
-SPLITS = ("document", "paragraph", "line")
-"""What one document of a text file is: the file, a paragraph, or a line."""
 
 OURS: Mapping[str, Any] = {
     "eval_strategy": "steps",
@@ -77,53 +74,6 @@ UNBOUND = frozenset(
 )
 """Settings that a resumed training may change, beside those of logging and of what is kept."""
 _UNBOUND_PREFIXES = ("logging_", "log_", "report_to", "save_", "hub_", "push_", "trackio_")
-
-
-@dataclass(frozen=True)
-class TextSource:
-    """Where documents come from; exactly one of `path` and `dataset` is given.
-
-    Attributes:
-        path: a UTF-8 text file, a folder of `.txt` files, a `.jsonl` or `.json` file, or a `.parquet` file.
-        dataset: an id of the Hugging Face hub, or a folder that `datasets` reads.
-        config: name of the dataset's configuration.
-        split: of the dataset.
-        field: column that holds the text, in everything but text files.
-        documents: what one document of a text file is: the `document` (the whole file), a `paragraph`, or a `line`.
-        weight: share of the training windows, relative to those of the other texts.
-        held_out: share of the documents that is not trained on and measured instead.
-        limit: only the first so many documents.
-        streaming: read it as it is needed, without counting it first; then `max_steps` is needed.
-    """
-
-    path: str | None = None
-    dataset: str | None = None
-    config: str | None = None
-    split: str = "train"
-    field: str = "text"
-    documents: str = "document"
-    weight: float = 1.0
-    held_out: float = 0.0
-    limit: int | None = None
-    streaming: bool = False
-
-    def __post_init__(self) -> None:
-        if (self.path is None) == (self.dataset is None):
-            raise InputError("a text needs either path: or dataset:, and not both")
-        one_of("documents", self.documents, SPLITS)
-        if not 0 < self.weight < math.inf:
-            raise InputError(f"weight {self.weight}: pass a number above 0, or leave the text out")
-        if not 0 <= self.held_out < 1:
-            raise InputError(f"held_out {self.held_out}: pass a share of the documents, from 0 to below 1")
-        if self.limit is not None and self.limit < 1:
-            raise InputError(f"limit {self.limit}: pass at least 1")
-        if self.streaming and self.held_out:
-            raise InputError("held_out needs a text that is read whole: leave streaming out, or name a text of its own")
-
-    @property
-    def name(self) -> str:
-        """What messages call it."""
-        return str(self.path if self.path is not None else self.dataset)
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ import pandas as pd
 import pytest
 
 from tracer.errors import InputError
-from tracer.training.recipe import TextSource
-from tracer.training.sources import open_documents, split_documents
+from tracer.text_sources import TextSource, open_documents, split_documents
 
 
 def write(path: Path, content: str | bytes) -> str:
