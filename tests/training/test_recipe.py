@@ -9,18 +9,17 @@ import transformers
 import yaml
 
 from tracer.errors import InputError
+from tracer.recipes import Dumper, yaml_value
 from tracer.training.output import recipe_data
 from tracer.training.recipe import (
     FIXED,
     OURS,
     PACKINGS,
     REFUSED,
-    Dumper,
     Recipe,
     Retrace,
     TextSource,
     read_recipe,
-    yaml_value,
 )
 
 BASE: dict[str, Any] = {
@@ -275,7 +274,7 @@ def test_values_of_the_command_line_are_those_of_a_file():
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        ("- a\n- b\n", "holds no keys: see tracer cpt --help for one"),
+        ("- a\n- b\n", "holds no keys: see --example for one"),
         ("", "holds no keys"),
         ("just words", "holds no keys"),
         ("a: [1\nb: {", "is not YAML: while parsing a flow sequence .* line 1"),

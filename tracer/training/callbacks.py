@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,12 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from tracer.drifting.streams import all_streams, cosine
 from tracer.errors import TrainingStopped
+from tracer.evaluation.asking import Questions
 from tracer.models.plain import evaluating
 from tracer.models.traced import TracedModel
 from tracer.results import TraceResult
 from tracer.tracing import trace
+from tracer.training.asked import write_asked
 from tracer.training.recipe import Retrace
 
 
@@ -184,8 +187,59 @@ def log_line(step: int, logs: Mapping[str, Any]) -> str:
     return f"step {step}: {', '.join(parts)}" if parts else ""
 
 
-class Retracing(TrainerCallback):
-    """Traces the model before the first step, every so many steps, and after the last one.
+class OnTheWay(TrainerCallback, ABC):
+    """Does something before the first step, every so many steps, and after the last one, in one process.
+
+    Args:
+        every: steps between two times.
+    """
+
+    def __init__(self, every: int):
+        self.every = every
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Called by the Trainer before the first step."""
+        if state.global_step == 0:
+            self._stop(0)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Called by the Trainer after each step."""
+        if state.global_step % self.every == 0 or state.global_step == state.max_steps:
+            self._stop(state.global_step)
+
+    def _stop(self, step: int) -> None:
+        if PartialState().is_main_process:
+            self.at(step)
+        PartialState().wait_for_everyone()
+
+    @abstractmethod
+    def at(self, step: int) -> None:
+        """What is done when so many steps have been made."""
+
+
+class Asking(OnTheWay):
+    """Asks the model suites, and keeps what it made of each item.
+
+    Args:
+        questions: the suites, as the model that is trained reads them.
+        every: steps between two times.
+        folder: for the answers; see `tracer.training.asked`.
+    """
+
+    def __init__(self, questions: Questions, every: int, folder: Path):
+        super().__init__(every)
+        self.questions = questions
+        self.folder = folder
+
+    def at(self, step: int) -> None:
+        """Ask, and write down the answers."""
+        write_asked(self.folder, step, self.questions.items, self.questions.ask())
+
+
+class Retracing(OnTheWay):
+    """Traces the model.
 
     Args:
         model: the opened model that is being trained.
@@ -194,40 +248,28 @@ class Retracing(TrainerCallback):
     """
 
     def __init__(self, model: TracedModel, retrace: Retrace, folder: Path):
+        super().__init__(retrace.every)
         self.model = model
         self.retrace = retrace
         self.folder = folder
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Called by the Trainer before the first step."""
-        if state.global_step == 0:
-            self._trace(0)
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Called by the Trainer after each step."""
-        if state.global_step % self.retrace.every == 0 or state.global_step == state.max_steps:
-            self._trace(state.global_step)
 
     @property
     def _first(self) -> Path:
         return self.folder / "streams.safetensors"
 
-    def _trace(self, step: int) -> None:
-        if PartialState().is_main_process:
-            result = trace(
-                self.model,
-                self.retrace.probes,
-                limit=self.retrace.limit,
-                ablations=self.retrace.ablations,
-                out=self.folder / f"step-{step:06d}",
-                force=True,
-                skip_bad=True,
-                progress=False,
-            )
-            self._record(step, result)
-        PartialState().wait_for_everyone()
+    def at(self, step: int) -> None:
+        """Trace, and write down how the layers have moved."""
+        result = trace(
+            self.model,
+            self.retrace.probes,
+            limit=self.retrace.limit,
+            ablations=self.retrace.ablations,
+            out=self.folder / f"step-{step:06d}",
+            force=True,
+            skip_bad=True,
+            progress=False,
+        )
+        self._record(step, result)
 
     def _record(self, step: int, result: TraceResult) -> None:
         with evaluating(self.model.model):

@@ -22,11 +22,12 @@ from tracer.models.loading import text_config
 from tracer.models.traced import TracedModel
 from tracer.results import plain_data
 from tracer.runs import versions
-from tracer.training.callbacks import Divergence, Gradients, Progress, Retracing, read_retraces
+from tracer.training.asked import asked_rows
+from tracer.training.callbacks import Asking, Divergence, Gradients, Progress, Retracing, read_retraces
 from tracer.training.checkpoints import checkpoint_fault, checkpoints, last_checkpoint
 from tracer.training.frozen import frozen_digests
 from tracer.training.memory import peak_memory
-from tracer.training.output import TRACES, begin, check_output, check_same, recipe_data, save_model
+from tracer.training.output import ASKED, TRACES, begin, check_output, check_same, recipe_data, save_model
 from tracer.training.packing import Collate
 from tracer.training.preparing import Prepared, machine_settings, prepare, tokenizer_of
 from tracer.training.recipe import Recipe, read_recipe
@@ -136,6 +137,9 @@ def _trainer(ready: Prepared, gradients: Gradients, *, resumed: bool) -> Planned
     callbacks: list[TrainerCallback] = [gradients, Divergence(recipe.max_loss_rise)]
     if recipe.retrace is not None:
         callbacks.append(Retracing(ready.model, recipe.retrace, recipe.output_dir / TRACES))
+    if recipe.ask is not None:
+        assert ready.questions is not None
+        callbacks.append(Asking(ready.questions, recipe.ask.every, recipe.output_dir / ASKED))
     # Windows of a streamed text are dealt out by one process, which needs batches of one form.
     dealt = isinstance(texts.train, datasets.IterableDataset) and PartialState().num_processes > 1
     alike = dealt and recipe.packing == "none"
@@ -212,6 +216,7 @@ def _result(
         "processes": PartialState().num_processes,
         "device": str(trainer.args.device),
         "retraces": read_retraces(recipe.output_dir / TRACES),
+        "asked": asked_rows(recipe.output_dir / ASKED),
         "versions": versions(),
         "notes": notes,
     }

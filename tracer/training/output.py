@@ -19,15 +19,19 @@ from tracer.errors import InputError, TrainingStopped
 from tracer.models.cache import one_line
 from tracer.models.checkpoint import transformers_output
 from tracer.models.loading import open_model
+from tracer.recipes import Dumper
 from tracer.results import WRITING, plain_data
 from tracer.training.checkpoints import checkpoints
 from tracer.training.frozen import check_unchanged
 from tracer.training.preparing import Prepared
-from tracer.training.recipe import Dumper, Recipe
+from tracer.training.recipe import Recipe
 from tracer.training.results import CptResult, summary_of
 
-BEGUN, PLAN, RECIPE, TRACES = "begun.json", "plan.json", "recipe.yaml", "traces"
-"""What a training writes before its first step, to know itself again; and the folder of the traces on the way."""
+BEGUN, PLAN, RECIPE = "begun.json", "plan.json", "recipe.yaml"
+"""What a training writes before its first step, to know itself again."""
+
+TRACES, ASKED = "traces", "asked"
+"""Folders of the traces and of the answers on the way."""
 
 
 def check_output(folder: Path, *, resume: bool, force: bool) -> None:
@@ -135,6 +139,9 @@ def recipe_data(recipe: Recipe) -> dict[str, Any]:
             data[name] = {key: plain(source) for key, source in data[name].items()}
     if "retrace" in data:
         data["retrace"] = plain(recipe.retrace)
+    if recipe.ask is not None:
+        suites = {key: plain(asked) for key, asked in recipe.ask.suites.items()}
+        data["ask"] = {"every": recipe.ask.every, "suites": suites}
     return {**{k: dict(v) if isinstance(v, Mapping) else v for k, v in data.items()}, **arguments}
 
 

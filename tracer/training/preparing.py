@@ -11,6 +11,7 @@ from accelerate import PartialState
 from transformers import TrainingArguments
 
 from tracer.errors import InputError
+from tracer.evaluation.asking import Questions
 from tracer.freezing.cost import Prices, price
 from tracer.freezing.plan import FreezePlan
 from tracer.freezing.plan import plan as make_plan
@@ -63,6 +64,7 @@ class Prepared:
         texts: what it is trained on and measured by.
         prices: what a step costs; None where it cannot be counted.
         arguments: the Trainer's settings.
+        questions: what is asked on the way; None for nothing.
         notes: what a reader of the result should know.
     """
 
@@ -72,6 +74,7 @@ class Prepared:
     texts: Texts
     prices: Prices | None
     arguments: TrainingArguments
+    questions: Questions | None
     notes: tuple[str, ...]
 
     def summary(self) -> str:
@@ -91,6 +94,10 @@ class Prepared:
                 )
         for name, count in self.texts.measured_counts.items():
             lines.append(f"measured {name}: {count.documents:,} documents, {count.tokens:,} tokens")
+        if self.questions is not None:
+            for name, items in self.questions.items.items():
+                unit = "probes" if items.kind == "probes" else "documents"
+                lines.append(f"asked {name}: {len(items.names):,} {unit}")
         return "\n\n".join([*parts, "\n".join(lines), *(f"! {note}" for note in self.notes)])
 
     def _passes(self, name: str) -> str:
@@ -135,10 +142,11 @@ class _Preparation:
         plan = self._plan(model)
         arguments = self._arguments(model)
         self._check_retrace(model)
+        questions = None if self.recipe.ask is None else Questions(model, self.recipe.ask.suites)
         texts = self._cut(model, train, measured)
         prices, notes = self._price(plan, model)
         notes += _overlaps(train, measured)
-        return Prepared(self.recipe, model, plan, texts, prices, arguments, tuple(notes))
+        return Prepared(self.recipe, model, plan, texts, prices, arguments, questions, tuple(notes))
 
     def _open_texts(self) -> tuple[dict[str, Documents], dict[str, datasets.Dataset]]:
         """Documents to train on and to measure, by name; nothing is tokenized yet."""
@@ -282,8 +290,9 @@ class _Preparation:
                 "state_dict_type": "FULL_STATE_DICT",  # of which a model folder is made
                 "transformer_layer_cls_to_wrap": sorted({type(block).__name__ for block in model.blocks}),
             }
-            if recipe.retrace is not None:
-                raise InputError("retrace needs whole blocks, which fsdp shards over processes: leave one of them out")
+            for name in ("retrace", "ask"):
+                if getattr(recipe, name) is not None:
+                    raise InputError(f"{name} needs a whole model, which fsdp shards over processes: leave one out")
         return recipe.training_arguments(progress=self.progress, **more)
 
 

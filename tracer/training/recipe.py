@@ -1,22 +1,19 @@
 """The recipe of a continued pre-training: a YAML file, checked whole before anything is opened."""
 
-import difflib
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_type_hints
 
-import yaml
-from huggingface_hub.dataclasses import type_validator
 from transformers import TrainingArguments
 
 from tracer.ablations import ablation_kinds
 from tracer.errors import InputError, one_of
+from tracer.evaluation.asking import AskedSuite
 from tracer.models.cache import one_line
 from tracer.models.loading import DTYPES
+from tracer.recipes import built, check_keys, mapping, named, read_yaml, typed
 from tracer.text_sources import TextSource
 
 Packing = Literal["packed", "isolated", "none"]
@@ -102,6 +99,25 @@ class Retrace:
 
 
 @dataclass(frozen=True)
+class Ask:
+    """What the model is asked while it is trained.
+
+    Attributes:
+        every: steps between two times; it is also asked before the first step and after the last one.
+        suites: probe sets and texts, by name.
+    """
+
+    every: int
+    suites: Mapping[str, AskedSuite]
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise InputError(f"every {self.every}: pass at least 1 step")
+        if not self.suites:
+            raise InputError("suites are empty: name what is asked, or leave ask out")
+
+
+@dataclass(frozen=True)
 class Recipe:
     """A continued pre-training.
 
@@ -119,6 +135,7 @@ class Recipe:
         block_size: tokens of a window.
         packing: `packed`, `isolated` or `none`; see `PACKINGS`.
         retrace: how the model is traced meanwhile; None for not at all.
+        ask: what the model is asked meanwhile; None for nothing.
         max_loss_rise: nats by which the training loss may rise above its best before the training stops as diverging.
     """
 
@@ -133,6 +150,7 @@ class Recipe:
     block_size: int = 1024
     packing: str = "packed"
     retrace: Retrace | None = None
+    ask: Ask | None = None
     max_loss_rise: float = 2.0
 
     def __post_init__(self) -> None:
@@ -237,7 +255,7 @@ def read_recipe(source: str | Path | Mapping[str, Any], overrides: Mapping[str, 
     if isinstance(source, Mapping):
         where, data = "the recipe", dict(source)
     else:
-        where, data = str(source), _yaml_of(Path(source))
+        where, data = str(source), read_yaml(Path(source))
     data |= overrides or {}
     return recipe_of(data, where)
 
@@ -250,140 +268,25 @@ def recipe_of(data: Mapping[str, Any], where: str) -> Recipe:
             raise InputError(f"{where}: {key} cannot be set: {REFUSED[key]}")
         if key in FIXED and data[key] != FIXED[key]:
             raise InputError(f"{where}: {key} is always {FIXED[key]!r} here: leave it out")
-    _known(where, data, {*own, *_ARGUMENTS})
+    check_keys(where, data, {*own, *_ARGUMENTS})
     values: dict[str, Any] = {key: data[key] for key in data if key in own}
     for name in ("text", "evaluate"):
         if name in values:
-            values[name] = {
-                _name(f"{where}: {name}", key): _built(TextSource, f"{where}: {name}.{key}", entry)
-                for key, entry in _mapping(f"{where}: {name}", values[name]).items()
-            }
+            values[name] = named(TextSource, f"{where}: {name}", values[name])
     if values.get("retrace") is not None:
-        values["retrace"] = _built(Retrace, f"{where}: retrace", values["retrace"])
+        values["retrace"] = built(Retrace, f"{where}: retrace", values["retrace"])
+    if values.get("ask") is not None:
+        said = dict(mapping(f"{where}: ask", values["ask"]))
+        if "suites" in said:
+            said["suites"] = named(AskedSuite, f"{where}: ask.suites", said["suites"])
+        values["ask"] = built(Ask, f"{where}: ask", said)
     hints = get_type_hints(TrainingArguments)
     values["arguments"] = {
-        key: _typed(f"{where}: {key}", value, hints[key] if key != "fsdp" else bool | str | None)
+        key: typed(f"{where}: {key}", value, hints[key] if key != "fsdp" else bool | str | None)
         for key, value in data.items()
         if key not in own
     }
-    return _built(Recipe, where, values)
+    return built(Recipe, where, values)
 
 
 _ARGUMENTS = {item.name for item in fields(TrainingArguments) if item.init}
-
-
-def _built(kind: type, where: str, entry: Any) -> Any:
-    """A dataclass from a mapping whose keys and types are checked."""
-    data = _mapping(where, entry)
-    known = {item.name: item for item in fields(kind)}
-    _known(where, data, known)
-    missing = [
-        name
-        for name, item in known.items()
-        if name not in data and item.default is MISSING and item.default_factory is MISSING
-    ]
-    if missing:
-        raise InputError(f"{where}: {missing[0]} is missing")
-    hints = get_type_hints(kind)
-    plain = {"text", "evaluate", "retrace", "arguments"} if kind is Recipe else set()
-    values = {
-        key: value if key in plain else _typed(f"{where}: {key}", value, _plain_hint(hints[key]))
-        for key, value in data.items()
-    }
-    try:
-        return kind(**values)
-    except InputError as error:
-        raise InputError(f"{where}: {error}") from error
-
-
-def _known(where: str, data: Mapping[str, Any], names: Iterable[str]) -> None:
-    known = list(names)
-    for key in data:
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise InputError(f"{where}: unknown key {key!r}{hint}")
-
-
-def _name(where: str, key: Any) -> str:
-    if not isinstance(key, str):
-        raise InputError(f"{where}: the name {key!r} is no text: put it in quotes, or pass another")
-    return key
-
-
-def _mapping(where: str, value: Any) -> Mapping[Any, Any]:
-    if not isinstance(value, Mapping):
-        raise InputError(f"{where} is {value!r}: pass keys and values")
-    return value
-
-
-def _plain_hint(hint: Any) -> Any:
-    """A hint without what YAML cannot give: `Mapping[str, Any]` as `dict`."""
-    if get_origin(hint) in (Union, UnionType):
-        return Union[tuple(_plain_hint(part) for part in get_args(hint))]  # noqa: UP007 - made at run time
-    return dict if getattr(get_origin(hint), "__name__", "") == "Mapping" else hint
-
-
-def _typed(where: str, value: Any, hint: Any) -> Any:
-    """The value, when it has the type of a hint; whole numbers stand for floats."""
-    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    if isinstance(value, int) and not isinstance(value, bool) and float in parts and int not in parts:
-        value = float(value)
-    if isinstance(value, bool) and bool not in parts and not {str, Any} & set(parts):
-        raise InputError(f"{where} is {value!r}: pass {_spelt(parts)}")
-    try:
-        type_validator("value", value, hint)
-    except TypeError as error:
-        raise InputError(f"{where} is {value!r}: pass {_spelt(parts)}") from error
-    return value
-
-
-def _spelt(parts: Iterable[Any]) -> str:
-    names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", dict: "keys and values"}
-    said = [names.get(part) or names.get(get_origin(part)) for part in parts]
-    return " or ".join(dict.fromkeys(word for word in said if word)) or "another value"
-
-
-class Dumper(yaml.SafeDumper):
-    """Writes what `_Yaml` reads: a text that looks like `1e4` in quotes."""
-
-
-class _Yaml(yaml.SafeLoader):
-    """YAML as people write it: `1e-4` is a number, and a key that stands twice is an error."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys: list[Any] = []
-        for name, _ in node.value:
-            if name.tag == "tag:yaml.org,2002:merge":
-                continue
-            key = self.construct_object(name, deep=True)
-            if key in keys:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", name.start_mark)
-            keys.append(key)
-        return super().construct_mapping(node, deep)
-
-
-for _kind in (_Yaml, Dumper):
-    _kind.add_implicit_resolver(
-        "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"), list("-+0123456789.")
-    )
-
-
-def yaml_value(text: str) -> Any:
-    """One value as a recipe would hold it, from the command line."""
-    try:
-        return yaml.load(text, _Yaml)  # a SafeLoader
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise InputError(f"{text!r} is not YAML: {one_line(error)}") from error
-
-
-def _yaml_of(path: Path) -> dict[str, Any]:
-    try:
-        data = yaml.load(path.read_text(encoding="utf-8"), _Yaml)  # a SafeLoader
-    except OSError as error:
-        raise InputError(f"cannot read the recipe {str(path)!r}: {error.strerror or error}") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # an impossible date is a plain ValueError
-        raise InputError(f"the recipe {str(path)!r} is not YAML: {one_line(error)}") from error
-    if not isinstance(data, dict):
-        raise InputError(f"the recipe {str(path)!r} holds no keys: see tracer cpt --help for one")
-    return data

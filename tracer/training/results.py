@@ -28,7 +28,7 @@ class CptResult:
 
     Attributes:
         run: the recipe, the plan (rule, blocks, counts), the price, what became of each text, the measures before and
-            after, time and memory, versions, and the traces on the way; what `training.json` holds.
+            after, time and memory, versions, and the traces and answers on the way; what `training.json` holds.
         curve: one row per logged step: `step`, `loss` (nats a token, mean since the last row), `learning_rate`,
             `grad_norm`, `tokens`, `bytes`, `seconds` (so far, measuring and saving included), and per measured text
             `NAME_loss`, `NAME_perplexity` (a token) and `NAME_bits_per_byte`.
@@ -107,6 +107,8 @@ def summary_of(run: Mapping[str, Any]) -> str:
         ]
         columns = ["text", *(f"{key} {when}" for key in ("loss", "perplexity", "bits/byte") for when in WHEN)]
         lines += ["", pd.DataFrame(rows, columns=columns).to_string(index=False)]
+    if run.get("asked"):  # results of earlier versions have no such key
+        lines += ["", _asked(run["asked"])]
     if run["retraces"]:
         lines += ["", _retraces(run["retraces"])]
     if run["notes"]:
@@ -119,6 +121,23 @@ WHEN = ("before", "after")
 
 def _spelt(found: Mapping[str, float] | None, key: str) -> str:
     return "not measured" if found is None else f"{found[key]:.3f}"
+
+
+ASKED_MEASURES = {"accuracy": "accuracy", "log_p": "log p", "loss": "loss", "bits_per_byte": "bits/byte"}
+"""What is told of a suite that was asked: of probes the first two, of a text the others."""
+
+
+def _asked(rows: Sequence[Mapping[str, Any]]) -> str:
+    first, last = rows[0]["step"], rows[-1]["step"]
+    found = {(row["step"], row["suite"]): row for row in rows}
+    table = []
+    for suite in dict.fromkeys(row["suite"] for row in rows):
+        before, after = found[first, suite], found[last, suite]
+        for key, words in ASKED_MEASURES.items():
+            if key in before:
+                values = (f"{before[key]:.3f}", f"{after[key]:.3f}")
+                table.append((suite, before["n"], words, *values))
+    return pd.DataFrame(table, columns=["asked", "n", "measure", *WHEN]).to_string(index=False)
 
 
 def _retraces(rows: Sequence[Mapping[str, Any]]) -> str:
