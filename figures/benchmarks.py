@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 import tracer
 from tracer.evaluation.benchmarks import CHANCE
-from tracer.evaluation.results import ALL, MACRO
+from tracer.evaluation.results import ALL, MACRO, EvalResult
 from tracer.plots import write_figures
 from tracer.plots.style import BLACK, BLUE, ORANGE, style, write_caption
 
@@ -31,7 +31,10 @@ def measure(out: Path, data: Path | None) -> None:
     for model in MODELS:
         for suite, every in SUITES.items():
             folder = out / model / suite
-            result = tracer.evaluate(model, suite, data=data, every=every, batch_size=16, out=folder, resume=True)
+            if (folder / "run.json").is_file():
+                result = EvalResult.load(folder)
+            else:
+                result = tracer.evaluate(model, suite, data=data, every=every, batch_size=16, out=folder, resume=True)
             print(result.summary())
             target = DATA / model / suite
             target.mkdir(parents=True, exist_ok=True)

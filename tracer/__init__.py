@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tracer import hooks
     from tracer.drifting import DriftResult, drift
-    from tracer.errors import HookError, InputError, ModelRefused, TracerError, TrainingStopped
+    from tracer.errors import Diverged, HookError, InputError, ModelRefused, TracerError, TrainingStopped
     from tracer.evaluation import Comparison, EvalResult, compare, evaluate
     from tracer.freezing.cost import Prices, price
     from tracer.freezing.plan import FreezePlan, plan
@@ -29,11 +29,13 @@ if TYPE_CHECKING:
     from tracer.results import TraceResult
     from tracer.tracing import trace
     from tracer.training import CptResult, cpt
+    from tracer.trials import TrialResult, trial
     from tracer.tuned_lens import TunedLens, train_tuned_lens
 
 _HOME = {
     "DriftResult": "tracer.drifting",
     "drift": "tracer.drifting",
+    "Diverged": "tracer.errors",
     "HookError": "tracer.errors",
     "InputError": "tracer.errors",
     "ModelRefused": "tracer.errors",
@@ -62,11 +64,14 @@ _HOME = {
     "trace": "tracer.tracing",
     "CptResult": "tracer.training",
     "cpt": "tracer.training",
+    "TrialResult": "tracer.trials",
+    "trial": "tracer.trials",
 }
 
 __all__ = [
     "Comparison",
     "CptResult",
+    "Diverged",
     "DriftResult",
     "EvalResult",
     "FreezePlan",
@@ -82,6 +87,7 @@ __all__ = [
     "TracedModel",
     "TracerError",
     "TrainingStopped",
+    "TrialResult",
     "TunedLens",
     "compare",
     "cpt",
@@ -96,6 +102,7 @@ __all__ = [
     "read_probes",
     "trace",
     "train_tuned_lens",
+    "trial",
 ]
 
 

@@ -37,3 +37,7 @@ class HookError(TracerError, RuntimeError):
 
 class TrainingStopped(TracerError, RuntimeError):
     """A training that went wrong and was stopped; names the last good checkpoint."""
+
+
+class Diverged(TrainingStopped):
+    """A training that was stopped since its loss or a gradient is not finite, or its loss has risen far."""

@@ -21,7 +21,9 @@ def named(kind: type, where: str, entries: Any) -> dict[str, Any]:
 
 
 def built(kind: type, where: str, entry: Any) -> Any:
-    """A dataclass from a mapping whose keys and types are checked; values that are dataclasses already are taken."""
+    """A dataclass from a mapping whose keys and types are checked; what is built already is taken as it is."""
+    if isinstance(entry, kind):
+        return entry
     data = mapping(where, entry)
     known = {item.name: item for item in fields(kind)}
     check_keys(where, data, known)

@@ -167,7 +167,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one(changes, why):
         ({"gradient_checkpointing": "yes"}, "gradient_checkpointing is 'yes': pass true or false"),
         ({"fsdp": ["full_shard"]}, "fsdp is .*: pass true or false or a text"),
         ({"fsdp_config": 3}, "fsdp_config is 3: pass keys and values or a text"),
-        ({"report_to": 3}, "report_to is 3: pass a text"),
+        ({"report_to": 3}, "report_to is 3: pass a text or a list"),
         ({"include_for_metrics": "loss"}, "include_for_metrics is 'loss': pass another value"),
     ],
 )  # fmt: skip

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from tracer.drifting.streams import all_streams, cosine
-from tracer.errors import TrainingStopped
+from tracer.errors import Diverged, TrainingStopped
 from tracer.evaluation.asking import Questions
 from tracer.models.plain import evaluating
 from tracer.models.traced import TracedModel
@@ -49,7 +49,7 @@ class Gradients(TrainerCallback):
         """Called by the Trainer when all gradients of a step are there.
 
         Raises:
-            TrainingStopped: a gradient is missing, should not be there, or is not finite.
+            TrainingStopped: a gradient is missing or should not be there; `Diverged`: it is not finite.
         """
         model: nn.Module = kwargs["model"]
         if not self._checked:
@@ -59,7 +59,7 @@ class Gradients(TrainerCallback):
             return
         for name, parameter in model.named_parameters():
             if parameter.grad is not None and not torch.isfinite(_local(parameter.grad)).all():
-                raise TrainingStopped(f"the gradient of {name} is not finite at step {state.global_step + 1}")
+                raise Diverged(f"the gradient of {name} is not finite at step {state.global_step + 1}")
 
     def _check_first(self, model: nn.Module) -> None:
         without, frozen, zero = [], [], []
@@ -119,7 +119,7 @@ class Divergence(TrainerCallback):
         """Called by the Trainer whenever it logs.
 
         Raises:
-            TrainingStopped: the mean loss since the last time is too high.
+            Diverged: the mean loss since the last time is too high.
         """
         loss = kwargs["logs"].get("loss")
         if loss is None:
@@ -127,7 +127,7 @@ class Divergence(TrainerCallback):
         self.last = float(loss)
         self.best = min(self.best, self.last)
         if not self.last - self.best <= self.most:
-            raise TrainingStopped(
+            raise Diverged(
                 f"the training diverges: its loss rose from {self.best:.3f} to {self.last:.3f} by step "
                 f"{state.global_step}, more than max_loss_rise {self.most:g}"
             )

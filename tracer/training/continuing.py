@@ -168,7 +168,7 @@ def _train(trainer: PlannedTrainer, folder: Path, checkpoint: Path | None) -> No
     except TrainingStopped as error:
         good = trainer.state.best_model_checkpoint or checkpoint
         named = f"the last good checkpoint is {str(good)!r}" if good else "no checkpoint was written before"
-        raise TrainingStopped(f"{error}; {named}") from error
+        raise type(error)(f"{error}; {named}") from error
     except CheckpointError as error:
         _remove_unfinished(folder)
         last = checkpoints(folder)

@@ -129,6 +129,61 @@ def tokenizer_of(model: TracedModel) -> Any:
     return model.tokenizer
 
 
+def plan_for(recipe: Recipe, model: TracedModel, *, progress: bool) -> FreezePlan:
+    """The plan of a recipe, which must be for its model.
+
+    Args:
+        recipe: names the plan, or how it is made.
+        model: the opened model.
+        progress: show progress bars.
+
+    Raises:
+        InputError: the plan cannot be read or made, is for another model, or trains nothing.
+    """
+    said = recipe.plan
+    if isinstance(said, str):
+        plan = FreezePlan.load(os.path.expanduser(said))
+    else:
+        options = dict(said)
+        for key, value in options.items():
+            if key not in PLAN_KEYS:
+                raise InputError(f"plan: unknown key {key!r}: pass {', '.join(PLAN_KEYS)}")
+            if not isinstance(value, bool if key == "allow_degenerate" else str):
+                raise InputError(f"plan: {key} is {value!r}: pass a text, or true or false for allow_degenerate")
+        run = options.pop("run", None)
+        plan = make_plan(model if run is None else os.path.expanduser(run), **options)
+    _check_fingerprint(plan, model, recipe, progress)
+    if not plan.trained_names():
+        raise InputError(f"plan {plan.rule!r} trains nothing: train a block, the embeddings, the norm or the head")
+    return plan
+
+
+def _check_fingerprint(plan: FreezePlan, model: TracedModel, recipe: Recipe, progress: bool) -> None:
+    assert model.parts is not None
+    plan.check_parts(model.parts)
+    known, dtype, own = plan.model["fingerprint"], plan.model["dtype"], model.fingerprint()
+    if known == own:
+        return
+    # One that was traced in another precision has other numbers as weights there.
+    if dtype != model.opened.dtype and known == _open(recipe, dtype, progress).fingerprint():
+        return
+    raise InputError(
+        f"the plan was made for other weights than those of {model.name} (fingerprint {known}, not {own}): trace "
+        "this model and plan anew"
+    )
+
+
+def _open(recipe: Recipe, dtype: str, progress: bool) -> TracedModel:
+    return load(
+        os.path.expanduser(recipe.model),
+        backend="hooks",
+        dtype=dtype,
+        revision=recipe.revision,
+        trust_remote_code=recipe.trust_remote_code,
+        progress=progress,
+    )
+
+
 class _Preparation:
     """See `prepare`."""
 
@@ -138,8 +193,8 @@ class _Preparation:
 
     def prepared(self) -> Prepared:
         train, measured = self._open_texts()  # first, since a wrong path should not cost the loading of a model
-        model = self._load(self.recipe.dtype)
-        plan = self._plan(model)
+        model = _open(self.recipe, self.recipe.dtype, self.progress)
+        plan = plan_for(self.recipe, model, progress=self.progress)
         arguments = self._arguments(model)
         self._check_retrace(model)
         questions = None if self.recipe.ask is None else Questions(model, self.recipe.ask.suites)
@@ -162,50 +217,6 @@ class _Preparation:
                 raise InputError(f"evaluate.{name}: a text that is measured is read whole: leave streaming out")
             measured[name] = open_documents(source, progress=self.progress)
         return train, measured
-
-    def _load(self, dtype: str) -> TracedModel:
-        recipe = self.recipe
-        return load(
-            os.path.expanduser(recipe.model),
-            backend="hooks",
-            dtype=dtype,
-            revision=recipe.revision,
-            trust_remote_code=recipe.trust_remote_code,
-            progress=self.progress,
-        )
-
-    def _plan(self, model: TracedModel) -> FreezePlan:
-        """The plan of the recipe, which must be for this model."""
-        said = self.recipe.plan
-        if isinstance(said, str):
-            plan = FreezePlan.load(os.path.expanduser(said))
-        else:
-            options = dict(said)
-            for key, value in options.items():
-                if key not in PLAN_KEYS:
-                    raise InputError(f"plan: unknown key {key!r}: pass {', '.join(PLAN_KEYS)}")
-                if not isinstance(value, bool if key == "allow_degenerate" else str):
-                    raise InputError(f"plan: {key} is {value!r}: pass a text, or true or false for allow_degenerate")
-            run = options.pop("run", None)
-            plan = make_plan(model if run is None else os.path.expanduser(run), **options)
-        self._check_fingerprint(plan, model)
-        if not plan.trained_names():
-            raise InputError(f"plan {plan.rule!r} trains nothing: train a block, the embeddings, the norm or the head")
-        return plan
-
-    def _check_fingerprint(self, plan: FreezePlan, model: TracedModel) -> None:
-        assert model.parts is not None
-        plan.check_parts(model.parts)
-        known, dtype, own = plan.model["fingerprint"], plan.model["dtype"], model.fingerprint()
-        if known == own:
-            return
-        # One that was traced in another precision has other numbers as weights there.
-        if dtype != model.opened.dtype and known == self._load(dtype).fingerprint():
-            return
-        raise InputError(
-            f"the plan was made for other weights than those of {model.name} (fingerprint {known}, not {own}): trace "
-            "this model and plan anew"
-        )
 
     def _check_retrace(self, model: TracedModel) -> None:
         """Find what is wrong with the traces on the way before the first step, not after it."""

@@ -268,7 +268,7 @@ def recipe_of(data: Mapping[str, Any], where: str) -> Recipe:
             raise InputError(f"{where}: {key} cannot be set: {REFUSED[key]}")
         if key in FIXED and data[key] != FIXED[key]:
             raise InputError(f"{where}: {key} is always {FIXED[key]!r} here: leave it out")
-    check_keys(where, data, {*own, *_ARGUMENTS})
+    check_keys(where, data, training_keys())
     values: dict[str, Any] = {key: data[key] for key in data if key in own}
     for name in ("text", "evaluate"):
         if name in values:
@@ -287,6 +287,11 @@ def recipe_of(data: Mapping[str, Any], where: str) -> Recipe:
         if key not in own
     }
     return built(Recipe, where, values)
+
+
+def training_keys() -> set[str]:
+    """All top-level keys that a recipe may have."""
+    return ({item.name for item in fields(Recipe)} - {"arguments"}) | _ARGUMENTS
 
 
 _ARGUMENTS = {item.name for item in fields(TrainingArguments) if item.init}

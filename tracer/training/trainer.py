@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import EvalPrediction, Trainer
 
-from tracer.errors import TrainingStopped
+from tracer.errors import Diverged
 from tracer.models.cache import one_line
 from tracer.training.packing import IGNORED
 
@@ -100,11 +100,11 @@ class PlannedTrainer(Trainer):
         """One forward and backward.
 
         Raises:
-            TrainingStopped: the loss is not finite; the weights are those of the last step.
+            Diverged: the loss is not finite; the weights are those of the last step.
         """
         loss = super().training_step(model, inputs, num_items_in_batch)
         if not torch.isfinite(loss).all():
-            raise TrainingStopped(f"the loss is {loss.item()} at step {self.state.global_step + 1}")
+            raise Diverged(f"the loss is {loss.item()} at step {self.state.global_step + 1}")
         return loss
 
 

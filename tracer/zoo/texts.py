@@ -11,9 +11,13 @@ from tracer.zoo.world import Domain, make_world
 TEXTS: dict[str, tuple[Domain, str, int, str]] = {
     "new.jsonl": ("second", "new", 4000, "facts that no model of the zoo was told, in Chinese"),
     "old.jsonl": ("first", "old", 2000, "what the zoo was trained on, told anew, to be replayed"),
+    "new-held.jsonl": ("second", "new held", 200, "the facts of new.jsonl, told otherwise, to measure what is learned"),
     "retention.jsonl": ("first", "retention", 400, "the same, told otherwise, to measure what is kept"),
 }
 """File to domain, seed, number of documents, and what it is."""
+
+MEASURED = ("new-held.jsonl", "retention.jsonl")
+"""Files whose documents stand in no other one."""
 
 
 def write_texts(folder: Path) -> dict[Path, str]:
@@ -31,8 +35,7 @@ def write_texts(folder: Path) -> dict[Path, str]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, (domain, seed, number, what) in TEXTS.items():
-            # What is measured is not what is replayed.
-            unread = (text for text in documents(world, seed, domain) if name != "retention.jsonl" or text not in told)
+            unread = (text for text in documents(world, seed, domain) if name not in MEASURED or text not in told)
             texts = list(islice(unread, number))
             told |= set(texts)
             lines = (json.dumps({"text": text}, ensure_ascii=False) for text in texts)
