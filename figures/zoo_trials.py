@@ -62,8 +62,8 @@ def recipe(model: str) -> dict[str, Any]:
             "chinese": {"suite": "zoo/held", "groups": CHINESE},
         },
         "also": {
-            "new-text": {"suite": str(TEXT / "new-held.jsonl")},
-            "old-text": {"suite": str(TEXT / "retention.jsonl"), "limit": 100},
+            "new-text": {"suite": str(TEXT / "new-held.jsonl"), "limit": 60},
+            "old-text": {"suite": str(TEXT / "retention.jsonl"), "limit": 40},
         },
         "claims": [
             {"better": "shallow", "than": "full"},

@@ -7,6 +7,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
 
 from tracer.plots.style import (
     BLACK,
@@ -113,6 +114,7 @@ def draw_differences(result: "TrialResult") -> Figure:
                 )
             axes.axvline(0, color=BLACK, linewidth=0.8)
             axes.grid(axis="x")
+            axes.xaxis.set_major_locator(MaxNLocator(nbins=5))
             axes.set_xlabel(f"{'learned' if name == ACQUISITION else f'{plain(name)} kept'}: {_words(result, name)}")
         panels[0].set_yticks(range(len(others)), others)
         panels[0].set_ylim(len(others) - 0.5, -0.5)

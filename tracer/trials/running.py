@@ -139,7 +139,7 @@ def check_trial(
     ready = prepare(recipe.training_of(first, folder / WORK / first.name), progress=progress)
     about = _about(recipe, ready)
     if resume and (folder / TRIAL).is_file():
-        _check_same(folder, about)
+        check_same(folder, about)
     waiting = [run for run in runs if force or not _finished(folder, run, recipe)]
     return ReadyTrial(recipe, about, runs, waiting)
 
@@ -226,7 +226,7 @@ FREE = ("seeds", "budgets", "claims", "baseline", "output_dir", "arms", "rates")
 """Keys of a recipe that may change between two sittings; finished trainings are compared with their own arms."""
 
 
-def _check_same(folder: Path, about: Mapping[str, Any]) -> None:
+def check_same(folder: Path, about: Mapping[str, Any]) -> None:
     """Refuse to go on with a trial that was begun otherwise."""
     try:
         earlier = json.loads((folder / TRIAL).read_text(encoding="utf-8"))
