@@ -36,6 +36,7 @@ def trace(
     probes: str | Path | ProbeSet | Sequence[Probe | Mapping[str, object]] | None = None,
     *,
     groups: Sequence[str] | None = None,
+    data: str | os.PathLike[str] | None = None,
     limit: int | None = None,
     ablations: str | Sequence[str] = ("zero",),
     parts: str | Sequence[str] = ("block",),
@@ -65,9 +66,11 @@ def trace(
 
     Args:
         model: an opened model, or anything that `load` takes.
-        probes: a shipped set or collection (`en-capitals`, `english`, `chinese`), a JSONL or CSV file, or probes.
-            Default: `english`, and `zoo/held` for a model of the zoo.
-        groups: only these groups.
+        probes: a shipped set or collection (`en-capitals`, `english`, `chinese`), a JSONL or CSV file, the questions of
+            a benchmark (`ceval:val`, `cmmlu:test`), or probes. Default: `english`, and `zoo/held` for a model of the
+            zoo.
+        groups: only these groups; of a benchmark, these subjects.
+        data: for a benchmark, the folder of a local copy, as in `tracer.evaluate`.
         limit: only the first so many usable probes of each group.
         ablations: any of `zero` (alias `skip`), `mean`, `resample`, `noise`, `perturb`, `swap_weights`,
             `zero_stream`, as names or separated by commas; an empty list or `none` for the lens alone.
@@ -149,7 +152,9 @@ def trace(
     folder = None if out is None else Path(out)
     if folder is not None:
         check_free(folder, force=force or resume)
-    probe_set = read_probes(default_probes(model) if probes is None else probes, skip_bad=skip_bad, groups=groups)
+    probe_set = read_probes(
+        default_probes(model) if probes is None else probes, skip_bad=skip_bad, groups=groups, data=data
+    )
     opened = model if isinstance(model, TracedModel) else load(model, progress=progress, **(load_options or {}))
     used = allowed_engine(opened, engine)
     other = None

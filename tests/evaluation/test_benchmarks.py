@@ -14,10 +14,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import tracer
+from tracer.benchmarks import BENCHMARKS, LETTERS
 from tracer.cli import main
 from tracer.errors import InputError
 from tracer.evaluation import harness
-from tracer.evaluation.benchmarks import BENCHMARKS, LETTERS
 from tracer.evaluation.results import EvalResult
 from tracer.statistics import stratified_interval
 
@@ -224,3 +224,26 @@ def test_intervals_cover_further_questions_on_the_same_subjects(macro):
         assert found.low is not None
         covered += found.low <= truth <= found.high
     assert 0.93 <= covered / 1000 <= 0.97
+
+
+def test_questions_are_probes_with_the_same_prompts_and_log_p(model, data, monkeypatch):
+    asked = tracer.evaluate(model, "ceval", data=data, subjects=["law"], forms=["A"], progress=False).probes
+    probes = tracer.read_probes("ceval:val", groups=["law"], data=data)
+    assert [probe.prompt for probe in probes] == asked["prompt"].tolist()
+    assert [(probe.id, probe.target, probe.group) for probe in probes] == list(
+        asked[["id", "target", "group"]].itertuples(index=False)
+    )
+    result = tracer.trace(model, "ceval:val", groups=["law"], data=data, ablations="none", progress=False)
+    np.testing.assert_allclose(result.arrays["log_p"][-1], asked["log_p"], atol=1e-4)
+    monkeypatch.setenv("LAYERTRACER_DATA", str(data))
+    assert tracer.read_probes("ceval:val", groups="law") == probes
+    for source, groups, why in (
+        ("ceval:test", None, "of C-Eval the split val is asked: pass ceval:val"),
+        ("ceval:val", ["lav"], "no subject 'lav': pass law"),
+        ("ceval:val", ["accountant"], "no file"),
+    ):
+        with pytest.raises(InputError, match=why):
+            tracer.read_probes(source, groups=groups)
+    monkeypatch.setenv("LAYERTRACER_DATA", str(data / "none"))
+    with pytest.raises(InputError, match="no folder .*LAYERTRACER_DATA"):
+        tracer.read_probes("ceval:val", groups=["law"])

@@ -12,8 +12,13 @@ from tracer.errors import InputError
 
 @click.command()
 @click.argument("models", nargs=-1, required=True, metavar="MODEL...")
-@click.option("--probes", help="Shipped set or collection, JSONL or CSV file (default: english; zoo/held for the zoo).")
-@click.option("--groups", help="Only these groups, separated by commas.")
+@click.option(
+    "--probes",
+    help="Shipped set or collection, JSONL or CSV file, ceval:val or cmmlu:test (default: english; zoo/held for the "
+    "zoo).",
+)
+@click.option("--groups", help="Only these groups, separated by commas; of a benchmark, these subjects.")
+@click.option("--data", help="For ceval:val and cmmlu:test: a folder with their CSV files (default: the hub).")
 @click.option("--limit", type=int, help="Only the first N usable probes of each group.")
 @click.option(
     "--ablations",
@@ -58,6 +63,7 @@ def trace(models: tuple[str, ...], out: str, no_figures: bool, quiet: bool, **op
       tracer trace zoo/transformer-8 zoo/mamba2-8 zoo/gdn-attention-8 --out runs/families
       tracer trace ./my-model --probes my.jsonl --ablations zero,mean --dtype bfloat16 --out runs/mine
       tracer trace gemma3-270m-q4_k_m --probes chinese --groups zh-capitals --out runs/zh
+      tracer trace Qwen/Qwen3-0.6B --probes ceval:val --groups law,logic --data benchmarks --out runs/ceval
     """
     from tracer.results import PARTIAL, check_free
     from tracer.zoo.shelf import PREFIX, zoo_folder

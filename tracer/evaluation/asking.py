@@ -34,11 +34,13 @@ class AskedSuite:
             `.parquet`.
         groups: of a probe set, only these.
         limit: only the first so many probes of each group, or documents of a text.
+        data: for the questions of a benchmark (`ceval:val`), the folder of a local copy, as in `tracer.evaluate`.
     """
 
     suite: str
     groups: list[str] | None = None
     limit: int | None = None
+    data: str | None = None
 
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
@@ -141,7 +143,7 @@ class Questions:
                 tuple(text.bytes.tolist()),
             )
             return
-        read = read_probes(asked.suite, skip_bad=True, groups=asked.groups)
+        read = read_probes(asked.suite, skip_bad=True, groups=asked.groups, data=asked.data)
         found = usable_probes(self.model, read, target="single", limit=asked.limit, skip_bad=True).items
         self._probes[name] = found
         self.items[name] = Items(

@@ -11,9 +11,9 @@ import pandas as pd
 from scipy.stats import binomtest
 from tqdm import tqdm
 
+from tracer.benchmarks import BENCHMARKS, FORMS, LETTERS, data_folder
 from tracer.engine import DEFAULT_BATCH_TOKENS
 from tracer.errors import InputError, one_of
-from tracer.evaluation.benchmarks import BENCHMARKS, FORMS, LETTERS
 from tracer.evaluation.harness import Harness
 from tracer.evaluation.means import mean_answer
 from tracer.evaluation.next_token import next_tokens
@@ -65,7 +65,8 @@ def evaluate(
         limit: only the first so many usable probes of each group, or questions of each subject.
         every: for benchmarks, only every so-manyth question of each subject: 10 asks a fixed tenth of them.
         data: for benchmarks, a folder with their CSV files in the official layout (`ceval/val/law_val.csv`,
-            `cmmlu/test/law.csv`, and `dev` beside them), or one benchmark's own folder. Default: the Hugging Face hub.
+            `cmmlu/test/law.csv`, and `dev` beside them), or one benchmark's own folder. Default: what the environment
+            variable `LAYERTRACER_DATA` says, or else the Hugging Face hub.
         subjects: for benchmarks, only these.
         shots: for benchmarks, solved examples before each question.
         forms: for benchmarks, which of the answer forms `A` (the letter right after the prompt, as the benchmarks' own
@@ -111,15 +112,14 @@ def evaluate(
     }
     if subjects is not None and not asked:
         raise InputError("subjects are those of ceval and cmmlu: name one of them as a suite, or leave subjects out")
-    if data is not None and not Path(data).is_dir():
-        raise InputError(f"no folder {str(data)!r} of questions: pass data= one that holds ceval or cmmlu")
+    questions = data_folder(data)
     options = dict(load_options or {})
     if asked and options.get("backend", "auto") == "auto":
         options["backend"] = "hooks"  # the harness runs the model itself, not a bridge around it
     opened = model if isinstance(model, TracedModel) else load(model, progress=progress, **options)
     if suites is None:
         suites = SUITES if opened.opened.kind == "zoo" else [default_probes(opened)]
-    sets = [read_probes(suite, skip_bad=skip_bad) for suite in suites if suite not in asked]
+    sets = [read_probes(suite, skip_bad=skip_bad, data=data) for suite in suites if suite not in asked]
     names = [*(probe_set.name for probe_set in sets), *asked]
     if not names or len(set(names)) < len(names) or len(names) < len(suites):
         raise InputError(f"suites {', '.join(map(str, suites)) or 'are empty'}: name each suite once")
@@ -142,7 +142,7 @@ def evaluate(
     tables = [] if not sets else [_asked(opened, sets, usable, batch_tokens, progress)]
     benchmarks: dict[str, dict[str, Any]] = {}
     for name, chosen in asked.items():
-        harness = Harness(opened, None if data is None else Path(data), shots, batch_size)
+        harness = Harness(opened, questions, shots, batch_size)
         tables.append(
             harness.ask(BENCHMARKS[name], chosen, forms, limit=limit, every=every, store=store, progress=progress)
         )

@@ -1,9 +1,6 @@
 """Questions with four choices, asked through lm-evaluation-harness."""
 
-import io
-import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +8,8 @@ import numpy as np
 import pandas as pd
 from tqdm import tqdm
 
+from tracer.benchmarks import LETTERS, Benchmark, quiet_harness, suite_name
 from tracer.errors import InputError
-from tracer.evaluation.benchmarks import LETTERS, Benchmark, suite_name, task_name
-from tracer.models.cache import one_line
 from tracer.models.plain import evaluating
 from tracer.models.traced import TracedModel
 from tracer.partial import PartialRun
@@ -44,7 +40,7 @@ class Harness:
         from lm_eval.tasks import TaskManager
 
         self.folder, self.shots, self.model = folder, shots, model
-        with _quiet():
+        with quiet_harness():
             self._lm = HFLM(pretrained=model.model, tokenizer=model.tokenizer, batch_size=batch_size)
             self._tasks = TaskManager(include_defaults=False)
         self.truncated = 0
@@ -65,7 +61,7 @@ class Harness:
         Args:
             benchmark: whose.
             subjects: some of its subjects.
-            forms: some of `tracer.evaluation.benchmarks.FORMS`.
+            forms: some of `tracer.benchmarks.FORMS`.
             limit: only the first so many questions of each subject.
             every: of these only every so-manyth, beginning with the first one.
             store: for what is answered already.
@@ -77,7 +73,7 @@ class Harness:
             (probabilities of the letter that was said and of all four), `log_p_A` to `log_p_D`.
         """
         built = {
-            (subject, form): self._built(benchmark, subject, form)
+            (subject, form): benchmark.open(subject, form, self.folder, self.shots, self._tasks)
             for subject in tqdm(subjects, desc=f"reading {benchmark.title}", unit="subject", disable=not progress)
             for form in forms
         }
@@ -93,20 +89,6 @@ class Harness:
                     rows += self._some(benchmark, subject, numbers, tasks, store)
                     bar.update(len(numbers))
         return pd.DataFrame(rows)
-
-    def _built(self, benchmark: Benchmark, subject: str, form: str) -> Any:
-        """The harness's task of one subject in one form."""
-        try:
-            with _quiet():
-                config = benchmark.task(subject, form, self.folder) | {"num_fewshot": self.shots}
-                return self._tasks.load([config])["tasks"][task_name(benchmark, subject, form)]
-        except InputError:
-            raise
-        except (OSError, ValueError, RuntimeError) as error:
-            raise InputError(
-                f"{benchmark.title} cannot be read from the hub ({one_line(error)}): pass data= a folder with its CSV "
-                "files"
-            ) from error
 
     def _some(
         self, benchmark: Benchmark, subject: str, numbers: list[int], tasks: dict[str, Any], store: PartialRun
@@ -144,7 +126,7 @@ class Harness:
         from lm_eval import simple_evaluate
 
         names = {form: task.config.task for form, task in tasks.items()}
-        with _quiet():
+        with quiet_harness():
             found = simple_evaluate(
                 model=self._lm,
                 tasks=list(tasks.values()),
@@ -159,16 +141,3 @@ class Harness:
             by_number = {sample["doc_id"]: sample["filtered_resps"] for sample in found["samples"][name]}
             answers[form] = np.array([[log_p for log_p, _ in by_number[number]] for number in numbers])
         return answers
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the harness's own bars and remarks; what goes wrong is raised."""
-    logger = logging.getLogger("lm_eval")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        with redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        logger.setLevel(level)

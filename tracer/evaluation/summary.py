@@ -4,7 +4,7 @@ import textwrap
 
 import pandas as pd
 
-from tracer.evaluation.benchmarks import BENCHMARKS, CHANCE, suite_name
+from tracer.benchmarks import BENCHMARKS, CHANCE, suite_name
 from tracer.evaluation.results import ALL, MACRO, EvalResult
 from tracer.summary import bounds
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from matplotlib.figure import Figure
 
-from tracer.evaluation.benchmarks import CHANCE
+from tracer.benchmarks import CHANCE
 from tracer.evaluation.results import ALL
 from tracer.plots.style import BLACK, BLUE, GREEN, ORANGE, VERMILLION, model_name, plain, style, write_caption
 

@@ -5,6 +5,7 @@ import difflib
 import io
 import json
 import operator
+import os
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,6 +17,9 @@ from tracer.errors import InputError
 
 COLLECTIONS: dict[str, tuple[str, ...]] = {"english": ("en-",), "chinese": ("zh-",), "all": ("en-", "zh-")}
 """Names for several shipped sets at once, and the prefixes of their names; sets about invented worlds are in none."""
+
+QUESTIONS = ("ceval", "cmmlu")
+"""Benchmarks whose questions are read as probes, by `NAME:SPLIT`."""
 
 
 @dataclass(frozen=True)
@@ -136,8 +140,8 @@ class ProbeSet:
     Attributes:
         name: Shipped name, collection, or stem of the file.
         probes: The probes in the order of the source.
-        shipped: Whether the set comes with LayerTracer: its unusable probes are then skipped and counted per
-            tokenizer, where those of a user's set are refused.
+        shipped: Whether the set comes with LayerTracer or is a benchmark: its unusable probes are then skipped and
+            counted per tokenizer, where those of a user's set are refused.
         skipped: Bad lines left out under `skip_bad`.
     """
 
@@ -201,16 +205,19 @@ def read_probes(
     *,
     skip_bad: bool = False,
     groups: Sequence[str] | None = None,
+    data: str | os.PathLike[str] | None = None,
 ) -> ProbeSet:
-    """Read probes from a shipped set, a file or a sequence.
+    """Read probes from a shipped set, a file, a benchmark or a sequence.
 
     Args:
         source: A shipped name (`en-capitals`), a collection (`english`, `chinese`, `all`), several of these
-            separated by commas, the path of a `.jsonl` or `.csv` file (UTF-8), or a sequence of `Probe` or
-            mappings. In a file `id` defaults to `<group>-<line>` and `group` to the file's stem. JSON Lines may hold
-            lists of token ids (`prompt_ids`) where a CSV file holds text alone; a null stands for an absent key.
+            separated by commas, the path of a `.jsonl` or `.csv` file (UTF-8), the questions of a benchmark
+            (`ceval:val`, `cmmlu:test`, each subject a group), or a sequence of `Probe` or mappings. In a file `id`
+            defaults to `<group>-<line>` and `group` to the file's stem. JSON Lines may hold lists of token ids
+            (`prompt_ids`) where a CSV file holds text alone; a null stands for an absent key.
         skip_bad: Count bad lines in `skipped` instead of raising.
         groups: Keep these groups only.
+        data: For a benchmark, the folder of a local copy, as in `tracer.evaluate`.
 
     Raises:
         InputError: The source is unknown, missing or empty, a group is unknown, or a line is bad (the message
@@ -224,6 +231,10 @@ def read_probes(
         records = [(f"probe {number}", number, record) for number, record in enumerate(source, start=1)]
         probes, skipped = _parse(records, default_group="probes", skip_bad=skip_bad)
         probe_set = ProbeSet("probes", probes, skipped=skipped)
+    elif source.partition(":")[0] in QUESTIONS and ":" in source:
+        from tracer.probes.questions import read_questions  # which takes the harness along
+
+        return read_questions(source, subjects=_split(groups) if isinstance(groups, str) else groups, data=data)
     elif (paths := _shipped_paths(source)) is not None:
         probe_set = _read_files(source, paths, skip_bad=False, shipped=True)
     else:

@@ -47,7 +47,7 @@ class Measure(AskedSuite):
     @property
     def asked(self) -> AskedSuite:
         """Without the score."""
-        return AskedSuite(self.suite, self.groups, self.limit)
+        return AskedSuite(self.suite, self.groups, self.limit, self.data)
 
 
 @dataclass(frozen=True)

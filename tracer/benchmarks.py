@@ -6,7 +6,11 @@ public, so that its `val` split is asked.
 """
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+import io
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +27,9 @@ LETTERS = ("A", "B", "C", "D")
 SHOTS = "dev"
 """The split that shots come from."""
 CHANCE = 1 / len(LETTERS)
+
+DATA = "LAYERTRACER_DATA"
+"""Environment variable with the folder of a local copy."""
 
 FORMS: Mapping[str, str] = {"A": "", "␣A": " "}
 """What stands between the prompt and the letter, in the shots too, by how it is called: nothing, as in the benchmarks'
@@ -97,6 +104,30 @@ class Benchmark:
             "custom_dataset": _loader(self, subject, folder)
         }
 
+    def open(self, subject: str, form: str, folder: Path | None, shots: int, manager: Any) -> Any:
+        """The harness's task object of a subject in one answer form, with its questions read.
+
+        Args:
+            subject: one of `subjects`.
+            form: one of `FORMS`.
+            folder: of a local copy; None for the hub.
+            shots: solved examples before each question.
+            manager: the harness's `TaskManager`.
+
+        Raises:
+            InputError: the questions cannot be read.
+        """
+        try:
+            with quiet_harness():
+                config = self.task(subject, form, folder) | {"num_fewshot": shots}
+                return manager.load([config])["tasks"][task_name(self, subject, form)]
+        except InputError:
+            raise
+        except (OSError, ValueError, RuntimeError) as error:
+            raise InputError(
+                f"{self.title} cannot be read from the hub ({one_line(error)}): pass data= a folder with its CSV files"
+            ) from error
+
     def read(self, folder: Path, subject: str, split: str) -> pd.DataFrame:
         """The questions of a subject in a local copy: the columns `question`, `A` to `D`, `answer` of the benchmark.
 
@@ -145,6 +176,37 @@ def task_name(benchmark: Benchmark, subject: str, form: str) -> str:
 def suite_name(benchmark: Benchmark, form: str) -> str:
     """What a result calls a benchmark in one answer form."""
     return f"{benchmark.name} {form}"
+
+
+@contextmanager
+def quiet_harness() -> Iterator[None]:
+    """Without the harness's own bars and remarks; what goes wrong is raised."""
+    logger = logging.getLogger("lm_eval")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def data_folder(data: str | os.PathLike[str] | None) -> Path | None:
+    """Where a local copy of the benchmarks lies: what was passed, or else what `LAYERTRACER_DATA` says.
+
+    Returns:
+        None for the hub.
+
+    Raises:
+        InputError: there is no such folder.
+    """
+    said = os.environ.get(DATA) if data is None else data
+    if not said:
+        return None
+    if not Path(said).is_dir():
+        where = f" (of {DATA})" if data is None else ""
+        raise InputError(f"no folder {str(said)!r}{where} of questions: pass data= one that holds ceval or cmmlu")
+    return Path(said)
 
 
 def _loader(benchmark: Benchmark, subject: str, folder: Path) -> Callable[..., dict[str, Any]]:
