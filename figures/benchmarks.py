@@ -15,7 +15,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 import tracer
-from tracer.evaluation.benchmarks import CHANCE
+from tracer.benchmarks import CHANCE
 from tracer.evaluation.results import ALL, MACRO, EvalResult
 from tracer.plots import write_figures
 from tracer.plots.style import BLACK, BLUE, ORANGE, style, write_caption

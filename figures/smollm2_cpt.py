@@ -45,8 +45,8 @@ def fetch_texts(folder: Path) -> dict[str, Path]:
         (archive,) = work.glob(f"{PACKAGE}_*.deb")
         subprocess.run(["dpkg-deb", "-x", archive.name, "."], cwd=work, check=True)
     text = gzip.decompress((work / INSIDE).read_bytes()).decode("utf-8")
-    # Headings of sections stand at the margin; those of the table of contents are indented.
-    sections = re.split(r"(?m)^(?=\d+(?:\.\d+)+\. )", text)[1:]
+    # After the number of a section's heading stands a space that does not break; in tables of contents another one.
+    sections = re.split(r"(?m)^(?=\d+(?:\.\d+)+\.\u00a0)", text)[1:]
     new = [re.sub(r"(?m)^ {4}", "", section).strip() for section in sections]
     from pydoc_data.topics import topics
 
