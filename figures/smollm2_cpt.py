@@ -3,7 +3,7 @@
 `python figures/smollm2_cpt.py` draws the figure from the committed results. With `--measure`, from the top of the tree,
 it first fetches the text (the Debian Reference in Chinese, from Debian's archive by apt-get), and trains twice, with
 the same tokens: everything, and the blocks before the median task particle of `data/smollm2_both_lenses` (tuned lens).
-What is kept is measured on English prose, three help topics of Python. About half an hour on two idle cores.
+What is kept is measured on English prose, three help topics of Python. About half an hour on an idle core.
 """
 
 import argparse
@@ -120,7 +120,7 @@ def draw(results: dict[str, tracer.CptResult]) -> Figure:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measure", action="store_true", help="train anew")
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--out", type=Path, default=Path("runs/smollm2-cpt"))
     options = parser.parse_args()
     if options.measure:

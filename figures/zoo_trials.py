@@ -1,21 +1,25 @@
 """The controlled trial of freeze plans on two models of the zoo: what each arm learns, keeps and costs.
 
-`python figures/zoo_trials.py` draws the figures and prints the tables from the committed trainings. With `--measure`,
-from the top of the tree, it makes those that are missing, about a minute each on one core for the Transformer and two
-for the hybrid, 27 for each of eight seeds; interrupted, it goes on where it was.
+`python figures/zoo_trials.py` draws the figures, prints the tables, and writes down for `tracer plan` what was found,
+all from the committed trainings. With `--measure`, from the top of the tree, it makes those that are missing, about a
+minute each on one core for the Transformer and two for the hybrid, 27 for each of eight seeds; interrupted, it goes on
+where it was.
 """
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
 import tracer
+from tracer.freezing.findings import FILE
 from tracer.plots import write_figures
 from tracer.plots.trial import FIGURES
 from tracer.zoo.texts import write_texts
 
 HERE = Path(__file__).parent
 DATA = HERE / "data" / "trials"
+FINDINGS = HERE.parent / "tracer" / "freezing" / FILE
 TEXT = Path("runs/zoo-text")
 TRACES = Path("runs/zoo-traces")
 FROZEN = {"embeddings": "freeze", "norm": "freeze", "head": "freeze"}
@@ -92,8 +96,15 @@ if __name__ == "__main__":
     for model in options.models:
         if options.measure:
             measure(model, options.jobs)
+    found = []
+    for model in MEASURED:
+        if not (DATA / model).is_dir():
+            continue
         result = tracer.TrialResult.load(DATA / model)
         print(result.summary(), end="\n\n")
         figures = {name: lambda draw=draw, found=result: draw(found) for name, draw in FIGURES.items()}
         for path in write_figures(figures, HERE / "trials" / model, force=True):
             print(path)
+        found.append(result.finding())
+    FINDINGS.write_text(json.dumps(found, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    print(FINDINGS)

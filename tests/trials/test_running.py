@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from small_trial import small
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tracer
+from tracer.cli import main
 from tracer.errors import InputError
 from tracer.evaluation.asking import Items
 from tracer.trials.recipe import Run, read_trial
@@ -110,6 +112,48 @@ def test_tables_are_those_of_the_records(result: TrialResult) -> None:
     assert claims.query("budget == 4 and measure == 'old'")["difference"].iloc[0] == pytest.approx(
         (wanted["shallow"] - wanted["full"]).mean()
     )
+
+
+def test_endpoints_are_means_over_items_and_seeds(result: TrialResult) -> None:
+    table = result.endpoints
+    assert len(table) == 2 * 2 * 2 * 2
+    row = table.query("arm == 'shallow' and rate == 0.02 and budget == 4 and measure == 'old'").iloc[0]
+    assert (row["n"], row["seeds"]) == (7, 2)
+    own = [record for record in result.records if (record.run.arm, record.run.rate) == ("shallow", 2e-2)]
+    for key, place in (("before", 0), ("after", -1)):
+        halves_of = [record.measures["old"] for record in own]
+        means = [sum(half["n"] * half["bits_per_byte"][place] for half in halves.values()) / 7 for halves in halves_of]
+        assert row[key] == pytest.approx(np.mean(means))
+
+
+def test_the_command_line_tells_draws_and_refuses(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["trial", "--example"])
+    example = capsys.readouterr().out
+    assert done.value.code == 0
+    (folder / "example.yaml").write_text(example, encoding="utf-8")
+    assert read_trial(folder / "example.yaml").rates == [5e-4, 1e-3, 2e-3]
+    path = folder / "trial.yaml"
+    path.write_text(yaml.safe_dump(recipe(folder)), encoding="utf-8")
+    for arguments, code, said in (
+        ([str(path), "--report"], 0, "Verdicts"),
+        ([str(path)], 2, "holds a trial"),
+        ([str(path), "--part", "3"], 2, "--part '3': pass K/N"),
+        ([str(path), "--set", "rates"], 2, "--set 'rates': pass KEY=VALUE"),
+        ([], 2, "no recipe was named"),
+        ([str(folder / "none.yaml")], 2, "cannot read the recipe"),
+    ):
+        with pytest.raises(SystemExit) as done:
+            main(["trial", *arguments])
+        found = capsys.readouterr()
+        assert (done.value.code, said in found.out + found.err) == (code, True), arguments
+        assert code == 0 or found.err.count("\n") == 1
+    assert {path.name for path in (folder / "trial" / "tables").iterdir()} == {
+        f"{name}.csv" for name in ("endpoints", "values", "differences", "claims", "curve")
+    }
+    assert (folder / "trial" / "figures" / "frontier.png").stat().st_size > 10_000
 
 
 def test_the_summary_says_scope_plans_and_what_is_missing(result: TrialResult) -> None:

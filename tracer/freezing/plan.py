@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from tracer.errors import InputError, one_of
+from tracer.freezing.findings import findings_for
 from tracer.freezing.rules import Choice, choose
 from tracer.models.parts import OUTER, Parts, parts_of
 from tracer.models.selfcheck import open_plain
@@ -195,7 +196,11 @@ class FreezePlan:
             f"({counts['trained'] / counts['total']:.1%})",
             *(textwrap.fill(f"because {why}", WIDTH, subsequent_indent="  ") for why in self.evidence["why"]),
         ]
-        return "\n".join([*lines, "", shown.to_string(index=False)])
+        found = [
+            textwrap.fill(f"A plan is a hypothesis: {sentence}", WIDTH, subsequent_indent="  ")
+            for sentence in findings_for(table["mixer"])
+        ]
+        return "\n".join([*lines, "", shown.to_string(index=False), *(["", *found] if found else [])])
 
     def plot(self) -> Figure:
         """Draw the plan over the blocks, with the numbers that it rests on."""

@@ -68,7 +68,7 @@ def draw_frontier(result: "TrialResult") -> Figure:
 def draw_cost(result: "TrialResult") -> Figure:
     """What each arm has learned at most, over the operations that it has taken."""
     with style():
-        figure = Figure(figsize=(6.4, 3.9), layout="constrained")
+        figure = Figure(figsize=(8.4, 3.9), layout="constrained")
         axes = figure.subplots()
         looks = _looks(result)
         steps = np.arange(0, result.recipe.steps + 1, result.recipe.every)

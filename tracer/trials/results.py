@@ -13,6 +13,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from tracer.errors import InputError, one_of
+from tracer.results import plain_data
 from tracer.trials.levels import Points, common_level, curve, learned, retained
 from tracer.trials.recipe import ACQUISITION, Run, TrialRecipe, read_trial
 from tracer.trials.records import HALVES, Record, record_path
@@ -24,7 +25,7 @@ TRIAL = "trial.json"
 LEVELS = 25
 """Levels of acquisition at which the curve is told."""
 
-TABLES = ("points", "values", "differences", "claims", "curve")
+TABLES = ("points", "endpoints", "values", "differences", "claims", "curve")
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,6 +123,29 @@ class TrialResult:
         return pd.DataFrame(rows, columns=["arm", "rate", "seed", "step", "measure", "half", "n", "score"])
 
     @cached_property
+    def endpoints(self) -> pd.DataFrame:
+        """Every measure before and after, at equal steps, one row an arm, rate, budget and measure.
+
+        `arm`, `rate`, `budget`, `measure`, `n` (items of both halves), `seeds` (that have been measured at that step),
+        and the scores `before` and `after`, means over items and seeds, as measured.
+        """
+        table = self.points.assign(total=lambda t: t["score"] * t["n"])
+        sums = table.groupby(["arm", "rate", "seed", "step", "measure"], sort=False)[["total", "n"]].sum().reset_index()
+        sums["score"] = sums["total"] / sums["n"]
+        keys = ["arm", "rate", "measure"]
+        found = []
+        for budget in self.recipe.budgets:
+            after = sums[sums["step"] == budget]
+            before = sums[(sums["step"] == 0)].merge(after[[*keys, "seed"]], on=[*keys, "seed"])
+            means = after.groupby(keys, sort=False).agg(
+                n=("n", "first"), seeds=("seed", "count"), after=("score", "mean")
+            )
+            means["before"] = before.groupby(keys)["score"].mean()
+            found.append(means.reset_index().assign(budget=budget))
+        columns = ["arm", "rate", "budget", "measure", "n", "seeds", "before", "after"]
+        return pd.concat(found, ignore_index=True)[columns]
+
+    @cached_property
     def values(self) -> pd.DataFrame:
         """What each arm learned and kept, one row a budget, seed, arm and measure.
 
@@ -204,6 +228,20 @@ class TrialResult:
         price = self.about["arms"][arm]["price"]
         tokens = [record.tokens / record.steps[-1] for record in self.records if record.tokens]
         return None if price is None or not tokens else float(price["flops"] * tokens[0])
+
+    def finding(self) -> dict[str, Any]:
+        """What the trial found, in short, as `tracer plan` tells it to those who plan for a model of this kind."""
+        claims = self.claims[self.claims["budget"] == self.recipe.steps]
+        keys = ["better", "than", "measure", "difference", "low", "high", "verdict"]
+        return plain_data(
+            {
+                "model": self.about["model"]["name"],
+                "mixers": sorted(set(self.about["model"]["mixers"])),
+                "steps": self.recipe.steps,
+                "seeds": len(self.seeds),
+                "claims": claims[keys].round(3).to_dict("records"),
+            }
+        )
 
     def to_frame(self, of: str = "claims") -> pd.DataFrame:
         """One of the tables, as a copy."""

@@ -1,6 +1,6 @@
 """A trial as text for a terminal."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -19,7 +19,7 @@ def summary_of(result: "TrialResult") -> str:
     number = len(list(recipe.runs()))
     stopped = [record for record in result.records if record.stopped]
     parts = [scope_of(result.about), arms_table(result.about)]
-    done = f"{len(result.records)} of {number} trainings are finished, {len(result.seeds)} whole seeds"
+    done = f"{len(result.records)} of {number} trainings are finished, {_seeds(len(result.seeds))} whole"
     if stopped:
         names = ", ".join(f"{r.run.arm} at {r.run.rate:g} (seed {r.run.seed})" for r in stopped[:3])
         done += f"; {len(stopped)} diverged and count up to there: {names}{' ...' if len(stopped) > 3 else ''}"
@@ -27,7 +27,7 @@ def summary_of(result: "TrialResult") -> str:
     if not result.seeds:
         parts.append("nothing can be compared yet: no seed has all arms at all rates")
         return "\n\n".join(parts)
-    parts += [_budget(result, budget) for budget in recipe.budgets]
+    parts += [endpoints_table(result), *(_budget(result, budget) for budget in recipe.budgets)]
     if recipe.claims:
         parts.append(verdicts_text(result))
     return "\n\n".join(parts)
@@ -68,6 +68,31 @@ def arms_table(about: Mapping[str, Any]) -> str:
     return f"{table}\nFLOPs and memory: predicted, as a share of training everything"
 
 
+def endpoints_table(result: "TrialResult") -> str:
+    """Every measure before and after the longest budget, arm by arm and rate by rate."""
+    steps = result.recipe.steps
+    table = result.endpoints[result.endpoints["budget"] == steps]
+    measures = list(result.about["measures"])
+    before = table.groupby("measure")["before"].mean()
+    rows = [{"arm": "before", "rate": "", **{name: f"{before[name]:.3f}" for name in measures}}]
+    for arm in result.recipe.arms:
+        for rate in result.recipe.rates:
+            after = table[(table["arm"] == arm) & (table["rate"] == rate)].set_index("measure")["after"].to_dict()
+            told = {name: f"{after[name]:.3f}" if name in after else "diverged" for name in measures}
+            rows.append({"arm": arm, "rate": f"{rate:g}", **told})
+    title = f"Before, and after {steps} steps: all items, mean over seeds"
+    return f"{title}\n{_scores(result, measures)}\n{pd.DataFrame(rows).to_string(index=False)}"
+
+
+def _scores(result: "TrialResult", names: Sequence[str]) -> str:
+    """What some measures are told in."""
+    return "; ".join(f"{name}: {result.about['measures'][name]['score'].replace('_', ' ')}" for name in names)
+
+
+def _seeds(number: int) -> str:
+    return f"{number} {'seed' if number == 1 else 'seeds'}"
+
+
 def _budget(result: "TrialResult", budget: int) -> str:
     """What every arm learned and kept within one budget."""
     values = result.values[result.values["budget"] == budget]
@@ -75,7 +100,6 @@ def _budget(result: "TrialResult", budget: int) -> str:
     differences = {(row["better"], row["measure"]): row for row in table.to_dict("records")}
     level = values.groupby("seed")["level"].first()
     means = values.groupby(["arm", "measure"])["value"].mean().to_dict()
-    scores = {name: about["score"] for name, about in result.about["measures"].items()}
     rows = []
     for arm in result.recipe.arms:
         row = {"arm": arm}
@@ -86,9 +110,9 @@ def _budget(result: "TrialResult", budget: int) -> str:
                 interval = bounds(found["low"], found["high"], "+.3f")
                 row[name] += f"  {found['difference']:+.3f} {interval}".rstrip()
         rows.append(row)
-    told = "; ".join(f"{name}: {scores[name].replace('_', ' ')}" for name in (ACQUISITION, *result.recipe.retention))
+    told = _scores(result, (ACQUISITION, *result.recipe.retention))
     title = (
-        f"Within {budget} steps, mean over {len(level)} seeds, and the paired difference to {result.recipe.baseline}"
+        f"Within {budget} steps, mean over {_seeds(len(level))}, and the paired difference to {result.recipe.baseline}"
         f"{' with its 95 % interval' if len(level) >= MIN_SEEDS else ''}\n"
         "acquisition: the highest; the others: the most that is kept where acquisition reaches A* = "
         f"{level.mean():.3f} (mean over seeds),\n"
