@@ -35,7 +35,7 @@ def evaluation(right: np.ndarray, log_p: np.ndarray, subjects: list[str], name: 
             "mass": 1.0,
         }
     )
-    run = {"arguments": {"suites": [SUITE], "shots": 0, "target": "single"}, "model": {"name": name}}
+    run = {"arguments": {"suites": [SUITE], "shots": 0, "target": "single"}, "model": {"name": name}, "texts": []}
     arrays = {"log_p": log_p, "p_said": np.full(n, 0.5), "mass": np.ones(n)}
     return EvalResult(run, probes, pd.DataFrame(), arrays)
 

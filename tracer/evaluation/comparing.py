@@ -12,15 +12,17 @@ import pandas as pd
 from scipy.stats import norm
 
 from tracer.errors import InputError
-from tracer.evaluation.means import mean_answer
-from tracer.evaluation.results import EvalResult, asks_letters
+from tracer.evaluation.means import mean_answer, ratio_of_sums
+from tracer.evaluation.results import TEXT, EvalResult, asks_letters
 from tracer.results import check_free, write_folder
 from tracer.runs import versions
 from tracer.statistics import Interval, holm, mcnemar
 from tracer.summary import bounds
 
-FILES = ("groups.csv", "suites.csv", "run.json")
+FILES = ("groups.csv", "suites.csv", "texts.csv", "run.json")
 """The files of a saved comparison."""
+
+TEXT_COLUMNS = ("model", "text", "documents", "base", "this", "difference", "low", "high")
 
 POWER = 0.8
 """Share of comparisons in which a difference is found, for the smallest one that is called detectable."""
@@ -41,18 +43,21 @@ class Comparison:
             `log_p` (nats, of the right answer) is the primary outcome; of benchmarks `macro_log_p`.
         groups: one row per other model, suite and group or subject: `n`, `accuracy_difference`, `log_p`, `p_value` and
             `p_holm`, corrected for the number of groups of the suite.
+        texts: one row per other model and text: `model`, `text`, `documents`, bits a byte (`base`, `this`), their
+            `difference` and its 95 % interval over documents (`low`, `high`; null for few documents). Fewer are better.
     """
 
     names: tuple[str, ...]
     suites: pd.DataFrame
     groups: pd.DataFrame
+    texts: pd.DataFrame
 
     def to_frame(self) -> pd.DataFrame:
         """The table of suites, as a copy."""
         return self.suites.copy()
 
     def save(self, folder: str | os.PathLike[str], *, force: bool = False) -> Path:
-        """Write both tables, and what was compared, as a folder.
+        """Write the tables, and what was compared, as a folder.
 
         Raises:
             InputError: the folder is in use, unless `force`, or cannot be written.
@@ -63,6 +68,7 @@ class Comparison:
         contents = (
             self.groups.to_csv(index=False, lineterminator="\n").encode(),
             self.suites.to_csv(index=False, lineterminator="\n").encode(),
+            self.texts.to_csv(index=False, lineterminator="\n").encode(),
             (json.dumps(run, ensure_ascii=False, indent=1) + "\n").encode(),
         )
         return write_folder(target, dict(zip(FILES, contents, strict=True)))
@@ -95,7 +101,7 @@ def compare(runs: Sequence[EvalResult | str | os.PathLike[str]], *, seed: int = 
     names = [str(run.run["model"]["name"]) for run in found]
     if len(set(names)) < len(names):
         names = [f"{name} ({number})" for number, name in enumerate(names)]
-    base, suites, groups = found[0], [], []
+    base, suites, groups, texts = found[0], [], [], []
     for name, other in zip(names[1:], found[1:], strict=True):
         _check_same(base, other, names[0], name)
         for suite in base.suites:
@@ -103,7 +109,10 @@ def compare(runs: Sequence[EvalResult | str | os.PathLike[str]], *, seed: int = 
             pair = _Pair(base, other, rows, seed, (name, suite))
             suites.append({"model": name, "suite": suite, **pair.suite()})
             groups += [{"model": name, "suite": suite, **row} for row in pair.groups()]
-    return Comparison(tuple(names), pd.DataFrame(suites), pd.DataFrame(groups))
+        texts += [{"model": name, **_text(base, other, text, seed)} for text in base.texts["text"]]
+    return Comparison(
+        tuple(names), pd.DataFrame(suites), pd.DataFrame(groups), pd.DataFrame(texts, columns=list(TEXT_COLUMNS))
+    )
 
 
 def _check_same(base: EvalResult, other: EvalResult, name: str, other_name: str) -> None:
@@ -117,6 +126,12 @@ def _check_same(base: EvalResult, other: EvalResult, name: str, other_name: str)
         mine, others = (run.run["arguments"][key] for run in (base, other))
         if mine != others:
             raise InputError(f"{name} was asked with {key} {mine} and {other_name} with {others}: evaluate both alike")
+    mine, others = (run.texts[["text", "documents", "bytes"]].to_dict("records") for run in (base, other))
+    if mine != others or any(
+        not np.array_equal(base.arrays[f"{TEXT}{row['text']}"][:, 2], other.arrays[f"{TEXT}{row['text']}"][:, 2])
+        for row in mine
+    ):
+        raise InputError(f"{name} and {other_name} did not read the same texts: evaluate both on the same documents")
     columns = ["suite", "id", "prompt", "target"]
     mine, others = (run.probes[columns].to_dict("records") for run in (base, other))
     differing = next((a for a, b in zip(mine, others, strict=False) if a != b), None)
@@ -127,6 +142,23 @@ def _check_same(base: EvalResult, other: EvalResult, name: str, other_name: str)
             f"{name} and {other_name} were not asked the same: they differ at {differing['id']!r} of "
             f"{differing['suite']}; evaluate both on the same questions in the same order"
         )
+
+
+def _text(base: EvalResult, other: EvalResult, name: str, seed: int) -> dict[str, Any]:
+    """How many bits a byte of a text another model needs more, document by document."""
+    mine, others = (run.arrays[f"{TEXT}{name}"] for run in (base, other))
+    more = (mine[:, 0] - others[:, 0]) / np.log(2)
+    found = ratio_of_sums(more, mine[:, 2], seed=seed, label=("bits_per_byte difference", name))
+    bits = [run.texts.set_index("text")["bits_per_byte"].to_dict()[name] for run in (base, other)]
+    return {
+        "text": name,
+        "documents": len(mine),
+        "base": bits[0],
+        "this": bits[1],
+        "difference": found.estimate,
+        "low": found.low,
+        "high": found.high,
+    }
 
 
 class _Pair:
@@ -214,6 +246,15 @@ def _summary_of(comparison: Comparison) -> str:
             names = ", ".join(f"{one.group} ({one.accuracy_difference:+.2f})" for one in found.itertuples())
             lines.append(f"  groups that differ in accuracy after Holm's correction for {len(own)}: {names or 'none'}")
         parts.append("\n".join(lines))
+    for row in comparison.texts.astype({"low": float, "high": float}).to_dict("records"):
+        verdict = "cannot be told apart"
+        if not np.isnan(row["low"]) and (row["high"] < 0 or row["low"] > 0):
+            verdict = "better" if row["high"] < 0 else "worse"
+        parts.append(
+            f"{row['model']} on the text {row['text']} ({row['documents']} documents): {verdict}\n"
+            f"  bits a byte, of which fewer are better: {row['base']:.4f} to {row['this']:.4f}, difference "
+            f"{row['difference']:+.4f} {bounds(row['low'], row['high'], '+.4f')}".rstrip()
+        )
     return "\n\n".join(parts)
 
 

@@ -17,7 +17,8 @@ from tracer.errors import InputError, one_of
 from tracer.evaluation.harness import Harness
 from tracer.evaluation.means import mean_answer
 from tracer.evaluation.next_token import next_tokens
-from tracer.evaluation.results import ALL, FILES, MACRO, SCHEMA, EvalResult, asks_letters
+from tracer.evaluation.results import ALL, FILES, GROUPS, MACRO, SCHEMA, TEXT, EvalResult, asks_letters
+from tracer.evaluation.texts import CONTEXT, ask_texts, context_of, is_text, read_text, text_row
 from tracer.models.plain import evaluating
 from tracer.models.traced import TracedModel, load
 from tracer.partial import PartialRun
@@ -30,7 +31,7 @@ from tracer.zoo.shelf import PREFIX, SUITES, read_card
 
 def evaluate(
     model: object,
-    suites: str | Sequence[str | Path | ProbeSet] | None = None,
+    suites: str | Path | ProbeSet | Sequence[str | Path | ProbeSet] | None = None,
     *,
     target: str = "single",
     skip_bad: bool = False,
@@ -43,26 +44,29 @@ def evaluate(
     batch_size: int = 8,
     seed: int = 0,
     batch_tokens: int = DEFAULT_BATCH_TOKENS,
+    context: int = CONTEXT,
     out: str | os.PathLike[str] | None = None,
     resume: bool = False,
     force: bool = False,
     progress: bool = True,
     load_options: Mapping[str, Any] | None = None,
 ) -> EvalResult:
-    """Ask a model the probes of one or several sets, or the questions of benchmarks.
+    """Ask a model the probes of one or several sets, or the questions of benchmarks, or read texts to it.
 
     Of a probe: is the target the most likely token, and how likely is it? Of a question of C-Eval or CMMLU: which of
     the four letters is the most likely one, in each of two answer forms? Those are asked through
-    lm-evaluation-harness, with its own prompts.
+    lm-evaluation-harness, with its own prompts. Of a text: how many bits a byte does it need, which compares between
+    tokenizers?
 
     Args:
         model: an opened model, or anything that `load` takes.
         suites: shipped sets or collections, JSONL or CSV files, as names separated by commas or as a sequence; each is
             a suite of its own. Default: `english`, and for a model of the zoo `zoo/train`, `zoo/held` and
-            `zoo/new-template`. `ceval` and `cmmlu` are the benchmarks.
+            `zoo/new-template`. `ceval` and `cmmlu` are the benchmarks (`ceval:val` asks its questions as probes). A
+            `.txt` file, a folder of them, and a `.jsonl`, `.json` or `.parquet` file with the key `text` are texts.
         target: how a target of several tokens is read: refused (`single`), or its `first` token.
         skip_bad: count unusable probes instead of refusing the set; shipped sets are treated so always.
-        limit: only the first so many usable probes of each group, or questions of each subject.
+        limit: only the first so many usable probes of each group, questions of each subject, or documents of a text.
         every: for benchmarks, only every so-manyth question of each subject: 10 asks a fixed tenth of them.
         data: for benchmarks, a folder with their CSV files in the official layout (`ceval/val/law_val.csv`,
             `cmmlu/test/law.csv`, and `dev` beside them), or one benchmark's own folder. Default: what the environment
@@ -73,7 +77,8 @@ def evaluate(
             scripts have it) and `␣A` (a space between, as the harness has it).
         batch_size: for benchmarks, prompts of one forward.
         seed: of the bootstrap.
-        batch_tokens: most tokens in one forward of probes; does not change the result.
+        batch_tokens: most tokens in one forward of probes or texts; does not change the result.
+        context: for texts, most tokens that a prediction rests on; fewer where the model has fewer positions.
         out: folder to save the result in; answers to questions are kept there while others are asked.
         resume: go on with an interrupted evaluation in `out`.
         force: replace what `out` holds.
@@ -97,6 +102,8 @@ def evaluate(
     forms = tuple(one_of("answer form", form, FORMS) for form in forms)
     if limit is not None and limit < 1:
         raise InputError(f"limit {limit}: pass at least 1")
+    if context < 2:
+        raise InputError(f"context {context}: pass at least 2 tokens, one to predict another from")
     if not forms or shots < 0 or batch_size < 1 or every < 1:
         raise InputError(
             f"forms {list(forms)}, shots {shots}, batch_size {batch_size}, every {every}: pass a form, shots of at "
@@ -107,6 +114,8 @@ def evaluate(
         check_free(folder, force=force or resume, files=FILES)
     if isinstance(suites, str):
         suites = [name.strip() for name in suites.split(",") if name.strip()]
+    elif isinstance(suites, Path | ProbeSet):
+        suites = [suites]
     asked = {
         name: BENCHMARKS[name].chosen(subjects) for name in suites or () if isinstance(name, str) and name in BENCHMARKS
     }
@@ -119,8 +128,10 @@ def evaluate(
     opened = model if isinstance(model, TracedModel) else load(model, progress=progress, **options)
     if suites is None:
         suites = SUITES if opened.opened.kind == "zoo" else [default_probes(opened)]
-    sets = [read_probes(suite, skip_bad=skip_bad, data=data) for suite in suites if suite not in asked]
-    names = [*(probe_set.name for probe_set in sets), *asked]
+    texts = [read_text(opened, suite, limit=limit) for suite in suites if is_text(suite)]
+    others = [suite for suite in suites if suite not in asked and not is_text(suite)]
+    sets = [read_probes(suite, skip_bad=skip_bad, data=data) for suite in others]
+    names = [*(probe_set.name for probe_set in sets), *asked, *(text.name for text in texts)]
     if not names or len(set(names)) < len(names) or len(names) < len(suites):
         raise InputError(f"suites {', '.join(map(str, suites)) or 'are empty'}: name each suite once")
     usable = [_usable(opened, probe_set, target, skip_bad, limit) for probe_set in sets]
@@ -135,6 +146,7 @@ def evaluate(
         "shots": shots,
         "forms": list(forms),
         "batch_size": batch_size,
+        "context": context_of(opened, context),
     }
     own = versions()
     plan = {"model": opened.fingerprint(), "dtype": opened.opened.dtype, "arguments": arguments, "versions": own}
@@ -148,12 +160,14 @@ def evaluate(
         )
         number = len(tables[-1]) // len(forms)
         benchmarks[name] = {"subjects": list(chosen), "questions": number, "truncated": harness.truncated}
-    probes = pd.concat(tables, ignore_index=True)
+    probes = pd.concat(tables, ignore_index=True) if tables else EvalResult.probes_of([])
     letters = [f"log_p_{letter}" for letter in LETTERS]
     arrays: dict[str, np.ndarray] = {key: probes[key].to_numpy(dtype=np.float64) for key in ("log_p", "p_said", "mass")}
     if asked:
         arrays["log_p_letters"] = probes[letters].to_numpy(dtype=np.float64)
     probes = probes.drop(columns=letters, errors="ignore")
+    documents = ask_texts(opened, texts, context=context, batch_tokens=batch_tokens, progress=progress)
+    arrays |= {f"{TEXT}{name}": found for name, found in documents.items()}
     run = {
         "schema": SCHEMA,
         "arguments": arguments | {"suites": list(dict.fromkeys(probes["suite"]))},
@@ -165,6 +179,7 @@ def evaluate(
         },
         "warnings": [asdict(note) for part in usable for note in part.warnings],
         "benchmarks": benchmarks,
+        "texts": [text_row(name, found, seed) for name, found in documents.items()],
         "card": _on_card(opened, [s.name for s in sets if s.shipped]) if limit is None else None,
     }
     result = EvalResult(run, probes, _groups(probes, arrays, seed), arrays)
@@ -237,7 +252,7 @@ def _groups(probes: pd.DataFrame, arrays: Mapping[str, np.ndarray], seed: int) -
                 }
             )
     numbers = ("low", "high", "log_p", "log_p_low", "log_p_high")
-    return pd.DataFrame(rows).astype(dict.fromkeys(numbers, float))
+    return pd.DataFrame(rows, columns=list(GROUPS)).astype(dict.fromkeys(numbers, float))
 
 
 @dataclass(frozen=True)

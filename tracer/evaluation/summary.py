@@ -5,6 +5,7 @@ import textwrap
 import pandas as pd
 
 from tracer.benchmarks import BENCHMARKS, CHANCE, suite_name
+from tracer.evaluation.calibration import calibration_error
 from tracer.evaluation.results import ALL, MACRO, EvalResult
 from tracer.summary import bounds
 
@@ -17,11 +18,15 @@ def summary_of(result: EvalResult) -> str:
     model = result.run["model"]
     parts = [
         f"{model['name']}  ({model['anatomy']['model_class']}, {len(model['anatomy']['blocks'])} blocks, "
-        f"{model['dtype']}, {model['device']})\n"
-        "accuracy with 95 % intervals: the target is the most likely of all tokens, or of the four letters of a "
-        "question;\nlog p: of the target, in nats; p said: mean probability of what was said, which for probes equals "
-        "the accuracy of\na calibrated model"
+        f"{model['dtype']}, {model['device']})"
     ]
+    if not result.probes.empty:
+        parts[0] += (
+            "\naccuracy with 95 % intervals: the target is the most likely of all tokens, or of the four letters of a "
+            "question;\nlog p: of the target, in nats; p said: mean probability of what was said, which for probes "
+            "equals the accuracy of\na calibrated model"
+        )
+    calibration = result.calibration()
     benchmarks = result.benchmarks
     if benchmarks:
         parts.append(_benchmarks(result))
@@ -41,7 +46,13 @@ def summary_of(result: EvalResult) -> str:
                 "p said": [f"{p:.2f}" for p in table["p_said"]],
             }
         )
-        lines = [suite, shown.to_string(index=False, justify="right")]
+        bins = calibration[calibration["suite"] == suite]
+        lines = [
+            suite,
+            shown.to_string(index=False, justify="right"),
+            f"expected calibration error {calibration_error(bins):.3f}: how far p said and accuracy are apart, in "
+            f"{len(bins)} {'bin' if len(bins) == 1 else 'bins'} by p said",
+        ]
         skipped = result.run["skipped"][suite]
         if skipped:
             first = textwrap.shorten(f"{skipped[0]['where']}: {skipped[0]['reason']}", 90, placeholder=" ...")
@@ -51,10 +62,33 @@ def summary_of(result: EvalResult) -> str:
             found = int(table.loc[table["group"] == ALL, "answered"].iloc[0])
             lines.append(f"as on its card ({card})" if found == card else f"  ! its card says {card} answered")
         parts.append("\n".join(lines))
+    if len(result.texts):
+        parts.append(_texts(result))
     if result.run["warnings"]:
         first = textwrap.shorten("{where}: {reason}".format(**result.run["warnings"][0]), 90, placeholder=" ...")
         parts.append(f"  ! {len(result.run['warnings'])} probes are kept but suspect, e.g. {first}")
     return "\n\n".join(parts)
+
+
+def _texts(result: EvalResult) -> str:
+    """The texts, and what their numbers are."""
+    table = result.texts
+    shown = pd.DataFrame(
+        {
+            "text": table["text"],
+            "documents": table["documents"],
+            "tokens": [f"{number:,}" for number in table["tokens"]],
+            "bytes": [f"{number:,}" for number in table["bytes"]],
+            "loss": [f"{loss:.3f}" for loss in table["loss"]],
+            "perplexity": [f"{number:.2f}" for number in table["perplexity"]],
+            "bits/byte": [_interval(*row) for row in table[["bits_per_byte", "low", "high"]].to_numpy()],
+        }
+    )
+    title = (
+        f"texts, in windows of at most {result.run['arguments']['context']:,} tokens; loss and perplexity are a token, "
+        "of this tokenizer;\nbits a byte compare between models; fewer are better; intervals are over documents"
+    )
+    return f"{title}\n{shown.to_string(index=False, justify='right')}"
 
 
 def _benchmarks(result: EvalResult) -> str:

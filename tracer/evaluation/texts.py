@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -12,8 +13,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from tracer.errors import InputError
+from tracer.evaluation.means import ratio_of_sums
+from tracer.models.plain import evaluating
 from tracer.models.tokens import TokenBatch
 from tracer.models.traced import TracedModel
+from tracer.runs import token_bar
 from tracer.text_sources import BUILDERS, TextSource, open_documents
 
 CONTEXT = 1024
@@ -45,7 +49,7 @@ class TokenizedText:
         return np.array([len(document) for document in self.documents], dtype=np.int64)
 
 
-def is_text(suite: object) -> bool:
+def is_text(suite: object) -> TypeGuard[str | Path]:
     """Whether a suite is a text, and not a set of probes: by its name, of JSON Lines by the keys of the first."""
     if not isinstance(suite, str | Path):
         return False
@@ -151,6 +155,59 @@ def _log_p(logits: Tensor, wanted: Sequence[int]) -> float:
     for scores, own in zip(logits.split(SLICE), targets.split(SLICE), strict=True):
         total -= nn.functional.cross_entropy(scores.float(), own, reduction="none").double().sum().item()
     return total
+
+
+def ask_texts(
+    model: TracedModel, texts: Sequence[TokenizedText], *, context: int, batch_tokens: int, progress: bool
+) -> dict[str, Float[np.ndarray, "document 3"]]:
+    """Log-probability (nats), tokens and bytes of each document of some texts.
+
+    Args:
+        model: that reads them.
+        texts: by one tokenizer, which is the model's.
+        context: tokens of a window; at most what the model has positions for.
+        batch_tokens: most tokens of one forward.
+        progress: show a progress bar.
+    """
+    found = {}
+    length = context_of(model, context)
+    total = int(sum(text.tokens.sum() for text in texts))
+    with token_bar(total, f"Reading {model.name}", progress) as seen, evaluating(model.model):
+        for text in texts:
+            log_p = document_log_p(model.adapter.forward, text, context=length, batch_tokens=batch_tokens, seen=seen)
+            found[text.name] = np.stack([log_p, text.tokens, text.bytes], axis=1).astype(np.float64)
+    return found
+
+
+def text_row(name: str, documents: Float[np.ndarray, "document 3"], seed: int) -> dict[str, Any]:
+    """What a text is told in, from what `ask_texts` gives.
+
+    Returns:
+        `text`, `documents`, `tokens`, `bytes`, `loss` (nats a token), `perplexity` (a token), and `bits_per_byte` with
+        a 95 % interval over documents (`low`, `high`; None for few documents).
+    """
+    log_p, tokens, n_bytes = documents.T
+    loss = float(-log_p.sum() / tokens.sum())
+    bits = ratio_of_sums(-log_p / math.log(2), n_bytes, seed=seed, label=("bits_per_byte", name))
+    return {
+        "text": name,
+        "documents": len(documents),
+        "tokens": int(tokens.sum()),
+        "bytes": int(n_bytes.sum()),
+        "loss": loss,
+        "perplexity": perplexity(loss),
+        "bits_per_byte": bits.estimate,
+        "low": bits.low,
+        "high": bits.high,
+    }
+
+
+def perplexity(loss: float) -> float:
+    """The exponential of a loss in nats a token; infinite where it leaves the range of numbers."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
 
 
 def context_of(model: TracedModel, context: int) -> int:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import EvalPrediction, Trainer
 
 from tracer.errors import Diverged
+from tracer.evaluation.texts import perplexity
 from tracer.models.cache import one_line
 from tracer.training.packing import IGNORED
 
@@ -130,11 +131,3 @@ def mean_token_loss(found: EvalPrediction) -> dict[str, float]:
     """The mean loss of a token over all windows, as `nll` (nats)."""
     sums, numbers = np.asarray(found.predictions, dtype=np.float64).T
     return {"nll": float(sums.sum() / numbers.sum())}
-
-
-def perplexity(loss: float) -> float:
-    """The exponential of a loss in nats a token; infinite where it leaves the range of numbers."""
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf
