@@ -168,7 +168,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one(changes, why):
         ({"fsdp": ["full_shard"]}, "fsdp is .*: pass true or false or a text"),
         ({"fsdp_config": 3}, "fsdp_config is 3: pass keys and values or a text"),
         ({"report_to": 3}, "report_to is 3: pass a text or a list"),
-        ({"include_for_metrics": "loss"}, "include_for_metrics is 'loss': pass another value"),
+        ({"include_for_metrics": "loss"}, "include_for_metrics is 'loss': pass a list"),
     ],
 )  # fmt: skip
 def test_a_value_of_a_wrong_type_is_refused(changes, why):

@@ -85,7 +85,7 @@ def _texts(result: EvalResult) -> str:
         }
     )
     title = (
-        f"texts, in windows of at most {result.run['arguments']['context']:,} tokens; loss and perplexity are a token, "
+        f"texts, in windows of at most {result.run['arguments']['context']:,} tokens; loss and perplexity per token, "
         "of this tokenizer;\nbits a byte compare between models; fewer are better; intervals are over documents"
     )
     return f"{title}\n{shown.to_string(index=False, justify='right')}"
