@@ -1,6 +1,6 @@
 """C-Eval and CMMLU asked of two small models: how far from chance they are, in either answer form.
 
-`python figures/benchmarks.py` draws the figure and prints the table from the committed results. With
+`python figures/benchmarks.py` draws the figure and writes docs/BENCHMARKS.md from the committed results. With
 `--measure --data FOLDER`, where FOLDER holds the official CSV files (`ceval/val/law_val.csv`, `cmmlu/test/law.csv`,
 `dev` beside them; without `--data` they come from the Hugging Face hub), it asks all questions of C-Eval's `val` and
 every tenth one of CMMLU's `test`, without shots, about three hours on one thread; interrupted, it goes on where it was.
@@ -22,6 +22,7 @@ from tracer.plots.style import BLACK, BLUE, ORANGE, style, write_caption
 
 HERE = Path(__file__).parent
 DATA = HERE / "data" / "benchmarks"
+PAGE = HERE.parent / "docs" / "BENCHMARKS.md"
 MODELS = {"gemma3-270m-q4_k_m": "Gemma 3 270M", "smollm2-135m-instruct-q4_1": "SmolLM2-135M-Instruct"}
 SUITES = {"ceval": 1, "cmmlu": 10}
 """Benchmark to one question in how many."""
@@ -109,6 +110,23 @@ def spelt(table: pd.DataFrame) -> str:
     return shown.to_string(index=False)
 
 
+def page(table: pd.DataFrame) -> str:
+    """docs/BENCHMARKS.md."""
+    return f"""# C-Eval and CMMLU of two small models
+
+`python figures/benchmarks.py --measure --data FOLDER`, without shots: all questions of C-Eval's `val`, and every
+tenth one of each subject of CMMLU's `test`. Chance is {CHANCE:.2f}. A model whose interval holds it has not shown
+that it knows anything here; where the four letters together have little probability, it does not answer in that form,
+and what it would rather say is not looked at. `log p` is that of the right letter (nats).
+
+```text
+{spelt(table)}
+```
+
+![Accuracy, and the probability of the four letters](../figures/benchmarks/accuracy.png)
+"""
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measure", action="store_true", help="ask anew")
@@ -121,3 +139,5 @@ if __name__ == "__main__":
     print(spelt(table))
     for path in write_figures({"accuracy": lambda: draw(table)}, HERE / "benchmarks", force=True):
         print(path)
+    PAGE.write_text(page(table), encoding="utf-8")
+    print(PAGE)

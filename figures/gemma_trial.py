@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from smollm2_cpt import fetch_texts
+from trials_page import write_page
 
 import tracer
 from tracer.plots import write_figures
@@ -73,3 +74,4 @@ if __name__ == "__main__":
     drawn = {"differences": lambda: result.plot("differences")}
     for path in write_figures(drawn, HERE / "trials" / "gemma3-270m", force=True):
         print(path)
+    print(write_page())

@@ -11,6 +11,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from trials_page import write_page
+
 import tracer
 from tracer.freezing.findings import FILE
 from tracer.plots import write_figures
@@ -108,3 +110,4 @@ if __name__ == "__main__":
         found.append(result.finding())
     FINDINGS.write_text(json.dumps(found, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
     print(FINDINGS)
+    print(write_page())
