@@ -123,7 +123,13 @@ _WORDS = {
 
 
 def price(
-    plan: FreezePlan, model: PreTrainedModel, *, block_size: int = 512, batch: int = 1, dtype: str | None = None
+    plan: FreezePlan,
+    model: PreTrainedModel,
+    *,
+    block_size: int = 512,
+    batch: int = 1,
+    dtype: str | None = None,
+    full: Price | None = None,
 ) -> Prices:
     """Count what a step costs under a plan and when everything is trained.
 
@@ -133,6 +139,7 @@ def price(
         block_size: tokens of a sequence.
         batch: sequences of a step.
         dtype: what it is trained in, e.g. `bfloat16`; default that of its weights.
+        full: the price of training everything, where an earlier plan for the same step has given it.
 
     Raises:
         InputError: the plan is for another model, or the model cannot be run without values, as with experts that
@@ -143,7 +150,11 @@ def price(
         raise InputError(f"block_size {block_size} and batch {batch}: both must be at least 1")
     blocks = tuple(range(len(plan.blocks)))
     everything = replace(plan, train=blocks, freeze=(), embeddings="train", norm="train", head="train")
-    planned, full = (_counted(one, model, wanted, block_size=block_size, batch=batch) for one in (plan, everything))
+    if full is None:
+        full = _counted(everything, model, wanted, block_size=block_size, batch=batch)
+    planned = full
+    if plan.trained_names() != everything.trained_names():
+        planned = _counted(plan, model, wanted, block_size=block_size, batch=batch)
     return Prices(planned, full, batch, block_size, str(wanted).removeprefix("torch."))
 
 

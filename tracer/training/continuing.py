@@ -41,6 +41,7 @@ def cpt(
     resume: bool = False,
     force: bool = False,
     progress: bool = True,
+    priced: bool = True,
 ) -> CptResult:
     """Continue the pre-training of a model under a freeze plan.
 
@@ -51,6 +52,7 @@ def cpt(
         resume: go on from the last checkpoint in the output folder; from the start where there is none.
         force: replace what an earlier training left in the output folder.
         progress: show progress bars and a line per log.
+        priced: also predict what a step costs, which takes some seconds.
 
     Returns:
         The result; the model lies in the recipe's `output_dir`.
@@ -67,7 +69,7 @@ def cpt(
         >>> print(result.summary())  # doctest: +SKIP
     """
     read = recipe if isinstance(recipe, Recipe) else read_recipe(recipe)
-    ready, checkpoint = check_training(read, resume=resume, force=force, progress=progress)
+    ready, checkpoint = check_training(read, resume=resume, force=force, progress=progress, priced=priced)
     state, folder = PartialState(), read.output_dir
     if progress and state.is_main_process:
         print(ready.summary(), end="\n\n", file=sys.stderr)
@@ -88,7 +90,9 @@ def cpt(
     return result
 
 
-def check_training(recipe: Recipe, *, resume: bool, force: bool, progress: bool) -> tuple[Prepared, Path | None]:
+def check_training(
+    recipe: Recipe, *, resume: bool, force: bool, progress: bool, priced: bool = True
+) -> tuple[Prepared, Path | None]:
     """All that `cpt` checks before it writes anything.
 
     Args:
@@ -96,6 +100,7 @@ def check_training(recipe: Recipe, *, resume: bool, force: bool, progress: bool)
         resume: as in `cpt`.
         force: likewise.
         progress: likewise.
+        priced: likewise.
 
     Returns:
         A training that could begin, and the checkpoint that it would go on from.
@@ -112,7 +117,7 @@ def check_training(recipe: Recipe, *, resume: bool, force: bool, progress: bool)
     check_output(folder, resume=resume, force=force)
     _check_outside(recipe, folder)
     checkpoint = last_checkpoint(folder) if resume else None
-    ready = prepare(recipe, progress=progress and PartialState().is_main_process)
+    ready = prepare(recipe, progress=progress and PartialState().is_main_process, priced=priced)
     if resume:
         check_same(folder, ready)
     return ready, checkpoint

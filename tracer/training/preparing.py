@@ -62,7 +62,7 @@ class Prepared:
         model: the opened model, to which the plan is not applied yet.
         plan: which parts are trained.
         texts: what it is trained on and measured by.
-        prices: what a step costs; None where it cannot be counted.
+        prices: what a step costs; None where it cannot be counted, or nobody asked.
         arguments: the Trainer's settings.
         questions: what is asked on the way; None for nothing.
         notes: what a reader of the result should know.
@@ -108,14 +108,19 @@ class Prepared:
         return f", about {self.texts.shares[name] * len(train) / windows:.1f} times in an epoch"
 
 
-def prepare(recipe: Recipe, *, progress: bool) -> Prepared:
+def prepare(recipe: Recipe, *, progress: bool, priced: bool = True) -> Prepared:
     """Open and check everything that a recipe names; nothing is written.
+
+    Args:
+        recipe: of the training.
+        progress: show progress bars.
+        priced: count what a step costs, which takes some seconds.
 
     Raises:
         InputError: the plan, a text, or a setting cannot be used.
         ModelRefused: the model's blocks cannot be found exactly.
     """
-    return _Preparation(recipe, progress).prepared()
+    return _Preparation(recipe, progress, priced).prepared()
 
 
 def tokenizer_of(model: TracedModel) -> Any:
@@ -187,9 +192,10 @@ def _open(recipe: Recipe, dtype: str, progress: bool) -> TracedModel:
 class _Preparation:
     """See `prepare`."""
 
-    def __init__(self, recipe: Recipe, progress: bool):
+    def __init__(self, recipe: Recipe, progress: bool, priced: bool):
         self.recipe = recipe
         self.progress = progress
+        self.priced = priced
 
     def prepared(self) -> Prepared:
         train, measured = self._open_texts()  # first, since a wrong path should not cost the loading of a model
@@ -199,7 +205,7 @@ class _Preparation:
         self._check_retrace(model)
         questions = None if self.recipe.ask is None else Questions(model, self.recipe.ask.suites)
         texts = self._cut(model, train, measured)
-        prices, notes = self._price(plan, model)
+        prices, notes = self._price(plan, model) if self.priced else (None, [])
         notes += _overlaps(train, measured)
         return Prepared(self.recipe, model, plan, texts, prices, arguments, questions, tuple(notes))
 

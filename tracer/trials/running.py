@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from tracer.errors import Diverged, InputError
+from tracer.errors import Diverged, InputError, TracerError
 from tracer.evaluation.asking import Items
 from tracer.freezing.cost import price
 from tracer.freezing.plan import FreezePlan
@@ -204,7 +204,8 @@ def _arm(recipe: TrialRecipe, ready: Prepared, name: str) -> dict[str, Any]:
     found = {"rule": recipe.arms[name].get("rule"), **_decisions(plan), **plan.parameters, "price": None}
     if ready.prices is not None:
         batch = int(training.arguments.get("per_device_train_batch_size", 8))
-        prices = price(plan, ready.model.model, block_size=training.block_size, batch=batch)
+        known = ready.prices.full
+        prices = price(plan, ready.model.model, block_size=training.block_size, batch=batch, full=known)
         found["price"] = {
             "flops": prices.plan.flops,
             "bytes": prices.plan.bytes,
@@ -284,7 +285,8 @@ def run_one(recipe: TrialRecipe, run: Run) -> Record:
     stopped, loss, tokens, seconds = None, [], None, None
     with transformers_output(False):
         try:
-            result = cpt(recipe.training_of(run, work), resume=(work / BEGUN).is_file(), progress=False)
+            begun = (work / BEGUN).is_file()
+            result = cpt(recipe.training_of(run, work), resume=begun, progress=False, priced=False)
             rows = result.curve[["step", "loss"]].dropna().round(6)
             loss, tokens, seconds = rows.to_numpy().tolist(), result.run["tokens"], round(result.run["seconds"], 1)
         except Diverged as error:  # as the highest of the rates may; what it reached before counts
@@ -375,6 +377,6 @@ def _work(recipe: TrialRecipe, runs: Sequence[Run]) -> None:
     try:
         for run in runs:
             run_one(recipe, run)
-    except InputError as error:
+    except TracerError as error:
         print(f"tracer: {error}", file=sys.stderr)
         sys.exit(2)

@@ -19,7 +19,7 @@ def summary_of(result: "TrialResult") -> str:
     number = len(list(recipe.runs()))
     stopped = [record for record in result.records if record.stopped]
     parts = [scope_of(result.about), arms_table(result.about)]
-    done = f"{len(result.records)} of {number} trainings are finished, {_seeds(len(result.seeds))} whole"
+    done = f"{len(result.records)} of {number} trainings are finished, {_seeds(len(result.seeds), 'whole ')}"
     if stopped:
         names = ", ".join(f"{r.run.arm} at {r.run.rate:g} (seed {r.run.seed})" for r in stopped[:3])
         done += f"; {len(stopped)} diverged and count up to there: {names}{' ...' if len(stopped) > 3 else ''}"
@@ -89,8 +89,8 @@ def _scores(result: "TrialResult", names: Sequence[str]) -> str:
     return "; ".join(f"{name}: {result.about['measures'][name]['score'].replace('_', ' ')}" for name in names)
 
 
-def _seeds(number: int) -> str:
-    return f"{number} {'seed' if number == 1 else 'seeds'}"
+def _seeds(number: int, kind: str = "") -> str:
+    return f"{number} {kind}{'seed' if number == 1 else 'seeds'}"
 
 
 def _budget(result: "TrialResult", budget: int) -> str:
