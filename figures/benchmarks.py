@@ -53,6 +53,8 @@ def pooled() -> pd.DataFrame:
     tables = []
     for model, title in MODELS.items():
         for suite in SUITES:
+            if not (DATA / model / suite).is_dir():
+                continue  # not asked yet
             table = pd.read_csv(DATA / model / suite / "groups.csv")
             tables.append(table[table["group"].isin((ALL, MACRO))].assign(model=title, benchmark=suite))
     found = pd.concat(tables, ignore_index=True)
@@ -86,7 +88,7 @@ def draw(table: pd.DataFrame) -> Figure:
             [
                 "No shots; lines: 95 % intervals, questions drawn anew within subjects; n = "
                 + ", ".join(f"{n:,}" for n in numbers),
-                "All of C-Eval's val split, and every tenth question of CMMLU's test split",
+                "C-Eval: all of its val split; CMMLU: every tenth question of its test split",
             ],
         )
     return figure

@@ -25,7 +25,7 @@ def weights(folder: Path | str) -> dict[str, torch.Tensor]:
 
 
 def cpt(data: dict, **options) -> tracer.CptResult:
-    return tracer.cpt(data, progress=False, **options)
+    return tracer.cpt(data, progress=False, **{"priced": False, **options})  # the price takes longer than the training
 
 
 def equal(x: dict[str, torch.Tensor], y: dict[str, torch.Tensor]) -> bool:
@@ -35,7 +35,10 @@ def equal(x: dict[str, torch.Tensor], y: dict[str, torch.Tensor]) -> bool:
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "mamba", "mamba2", "qwen3_next", "falcon_h1"])
 def test_exactly_what_the_plan_trains_moves(tmp_path, family):
     base = model_folder(tmp_path / "base", family)
-    result = cpt(recipe(tmp_path, base, plan={"rule": "1,3", "embeddings": "freeze", "head": "freeze"}))
+    result = cpt(recipe(tmp_path, base, plan={"rule": "1,3", "embeddings": "freeze", "head": "freeze"}), priced=True)
+    unpriced = any(note.startswith("no price") for note in result.run["notes"])  # experts are chosen by values
+    assert unpriced == (family == "qwen3_next")
+    assert unpriced or 0 < result.run["price"]["time_ratio"] < 1
     before, after = weights(base), weights(tmp_path / "out")
     parts = tracer.load(base, progress=False, backend="hooks").parts
     trained = {*parts.blocks[1].sizes, *parts.blocks[3].sizes, *parts.norm.sizes}

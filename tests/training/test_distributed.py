@@ -26,7 +26,7 @@ MODES = ("ddp", "fsdp")
 TRAININGS = """
 import json, sys, tracer
 for data, resume in json.load(open(sys.argv[1])):
-    tracer.cpt(data, resume=resume, progress=False)
+    tracer.cpt(data, resume=resume, progress=False, priced=False)
 """
 
 
@@ -81,7 +81,7 @@ def place(tmp_path_factory) -> Path:
 def alone(place: Path, name: str, out: Path) -> tracer.CptResult:
     """The same training by one process."""
     data = json.loads((place / f"{name}.json").read_text())
-    return tracer.cpt({**data, "output_dir": str(out)}, progress=False)
+    return tracer.cpt({**data, "output_dir": str(out)}, progress=False, priced=False)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -126,7 +126,7 @@ def test_a_streamed_text_is_shared_between_processes(place, tmp_path, packing):
 def test_one_process_does_not_go_on_with_the_training_of_two(place):
     data = json.loads((place / "trainings.json").read_text())[-1][0]
     with pytest.raises(InputError, match="was begun with number of processes: 2, not 1"):
-        tracer.cpt(data, resume=True, progress=False)
+        tracer.cpt(data, resume=True, progress=False, priced=False)
 
 
 def test_what_a_frozen_plan_needs_is_set(tmp_path, monkeypatch):
