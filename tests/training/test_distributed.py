@@ -143,6 +143,9 @@ def test_what_a_frozen_plan_needs_is_set(tmp_path, monkeypatch):
         read_recipe(recipe(tmp_path, base, ddp_find_unused_parameters=True))
     with pytest.raises(InputError, match="retrace needs whole blocks"):
         prepare(read_recipe(recipe(tmp_path, base, fsdp=True, retrace={"every": 2})), progress=False)
+    asked = {"every": 2, "suites": {"facts": {"suite": "zoo/held"}}}
+    with pytest.raises(InputError, match="ask needs whole blocks"):
+        prepare(read_recipe(recipe(tmp_path, base, fsdp=True, ask=asked)), progress=False)
 
 
 def test_the_command_speaks_with_one_voice(tmp_path):

@@ -309,7 +309,9 @@ class _Preparation:
             }
             for name in ("retrace", "ask"):
                 if getattr(recipe, name) is not None:
-                    raise InputError(f"{name} needs a whole model, which fsdp shards over processes: leave one out")
+                    raise InputError(
+                        f"{name} needs whole blocks, which fsdp shards over processes: leave one of them out"
+                    )
         return recipe.training_arguments(progress=self.progress, **more)
 
 
