@@ -243,8 +243,16 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
 def test_halves_go_by_turns_within_groups(result: TrialResult) -> None:
     items = Items("probes", ("a", "b", "c", "d", "e"), ("x", "y", "x", "x", "y"), (1,) * 5, (0,) * 5)
     found = halves(items)
-    assert found["validation"].tolist() == [True, True, False, True, False]
+    assert found["validation"].tolist() == [
+        True,
+        False,
+        False,
+        True,
+        True,
+    ]  # the second group goes on with the other half
     assert (found["test"] == ~found["validation"]).all()
+    single = Items("probes", tuple("abcd"), tuple("wxyz"), (1,) * 4, (0,) * 4)
+    assert halves(single)["validation"].tolist() == [True, False, True, False]
 
 
 def test_the_recipe_of_a_result_reads_again(result: TrialResult, folder: Path) -> None:

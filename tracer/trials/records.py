@@ -5,6 +5,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -90,12 +91,13 @@ def record_path(folder: Path, run: Run) -> Path:
 
 
 def halves(items: Items) -> dict[str, Bool[np.ndarray, " item"]]:
-    """Which items of a measure belong to which half: by turns within each group."""
-    seen: Counter[str] = Counter()
+    """Which items of a measure belong to which half: by turns within each group, and on from one group to the next."""
+    sizes = Counter(items.groups)
+    place = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))  # of each group's next item
     second = []
     for group in items.groups:
-        second.append(seen[group] % 2 == 1)
-        seen[group] += 1
+        second.append(place[group] % 2 == 1)
+        place[group] += 1
     test = np.array(second, dtype=bool)
     return {"validation": ~test, "test": test}
 

@@ -40,7 +40,7 @@ def scope_of(about: Mapping[str, Any]) -> str:
     rates = ", ".join(f"{rate:g}" for rate in recipe["rates"])
     return (
         f"Trial of {len(recipe['arms'])} arms on {about['model']['name']} ({about['model']['class']}), text {texts}: "
-        f"rates {rates}, {recipe['seeds']} seeds\n"
+        f"rates {rates}, {_seeds(recipe['seeds'])}\n"
         "One base checkpoint: seeds vary the order of the data, so that nothing is said of other checkpoints or texts."
     )
 
