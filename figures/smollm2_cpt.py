@@ -110,6 +110,8 @@ def draw(results: dict[str, tracer.CptResult]) -> Figure:
                 f"SmolLM2-135M continued on the Debian Reference in Chinese, {run['tokens']:,} tokens, all of it "
                 f"trained (full) and by the measured plan (particle): blocks {spans(run['plan']['freeze'])} frozen, "
                 "everything else trained",
+                f"New text: {run['measured_texts']['new']['documents']} sections that were not trained on, "
+                f"{run['measured_texts']['new']['tokens']:,} tokens",
                 "Retention: three help topics of Python, in English. One training an arm, with one seed and one "
                 "learning rate, so that the two arms cannot be ranked",
             ],
