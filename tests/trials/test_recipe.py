@@ -90,7 +90,7 @@ def test_a_training_is_told_its_arm_rate_and_seed() -> None:
     assert training.ask.every == 10
     assert list(training.ask.suites) == ["acquisition", "old"]
     assert training.ask.suites["old"].groups == ["job"]
-    assert recipe.measures["old"] == Measure("zoo/held", ["job"], 5, "log_p")
+    assert recipe.measures["old"] == Measure("zoo/held", ["job"], 5, score="log_p")
 
 
 def test_arms_differ_in_nothing_but_their_plans() -> None:
