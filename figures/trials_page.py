@@ -34,8 +34,8 @@ those that are missing.
 """
 
 
-def write_page() -> Path:
-    """Write the page from whatever trials are there."""
+def page() -> str:
+    """docs/TRIALS.md, from whatever trials are there."""
     parts = [INTRODUCTION]
     for name, (title, command) in SECTIONS.items():
         if not (DATA / name).is_dir():
@@ -53,5 +53,10 @@ def write_page() -> Path:
             f"```text\n{result.summary()}\n```\n",
             *(f"{figure}\n" for figure in figures),
         ]
-    PAGE.write_text("\n".join(parts), encoding="utf-8")
+    return "\n".join(parts)
+
+
+def write_page() -> Path:
+    """Write the page."""
+    PAGE.write_text(page(), encoding="utf-8")
     return PAGE

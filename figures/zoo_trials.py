@@ -104,7 +104,7 @@ if __name__ == "__main__":
             continue
         result = tracer.TrialResult.load(DATA / model)
         print(result.summary(), end="\n\n")
-        figures = {name: lambda draw=draw, found=result: draw(found) for name, draw in FIGURES.items()}
+        figures = {name: lambda draw=draw, own=result: draw(own) for name, draw in FIGURES.items()}
         for path in write_figures(figures, HERE / "trials" / model, force=True):
             print(path)
         found.append(result.finding())

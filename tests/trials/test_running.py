@@ -202,6 +202,12 @@ def test_another_trial_does_not_go_on(folder: Path) -> None:
 def test_what_must_be_as_it_was(folder: Path, part: str, key: str, value: Any, what: str) -> None:
     about = json.loads((folder / "trial" / "trial.json").read_text(encoding="utf-8"))
     check_same(folder / "trial", about)
+    known = about["recipe"]["acquisition"].pop("data")
+    older = folder / "older"  # by a version whose measures had a key less
+    older.mkdir(exist_ok=True)
+    (older / "trial.json").write_text(json.dumps(about), encoding="utf-8")
+    about["recipe"]["acquisition"]["data"] = known
+    check_same(older, about)
     about[part][key] = value
     with pytest.raises(InputError, match=f"begun with {what}: resume with the same"):
         check_same(folder / "trial", about)

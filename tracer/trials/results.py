@@ -50,7 +50,7 @@ class TrialResult:
         path = Path(folder)
         try:
             about = json.loads((path / TRIAL).read_text(encoding="utf-8"))
-            recipe = _recipe(about)
+            recipe = recipe_in(about)
         except FileNotFoundError as error:
             raise InputError(f"{str(path)!r} is no trial: pass the output_dir of tracer trial") from error
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -61,7 +61,7 @@ class TrialResult:
     @cached_property
     def recipe(self) -> TrialRecipe:
         """What was asked for."""
-        return _recipe(self.about)
+        return recipe_in(self.about)
 
     @cached_property
     def seeds(self) -> tuple[int, ...]:
@@ -278,7 +278,7 @@ class TrialResult:
         return written
 
 
-def _recipe(about: Mapping[str, Any]) -> TrialRecipe:
-    """The recipe that `trial.json` holds."""
+def recipe_in(about: Mapping[str, Any]) -> TrialRecipe:
+    """The recipe that `trial.json` holds; keys that a later version has added have their default."""
     data = dict(about["recipe"])
     return read_trial({**data.pop("training"), **data, "output_dir": "."})

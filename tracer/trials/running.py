@@ -32,7 +32,7 @@ from tracer.training.output import PLAN as PLAN_FILE
 from tracer.training.preparing import Prepared, plan_for, prepare
 from tracer.trials.recipe import Run, TrialRecipe, read_trial
 from tracer.trials.records import HALVES, RUNS, Record, condensed, halves, record_path
-from tracer.trials.results import TRIAL, TrialResult
+from tracer.trials.results import TRIAL, TrialResult, recipe_in
 
 WORK = "work"
 """Folder of the trainings that are running; each is deleted when its record is written."""
@@ -231,23 +231,20 @@ def check_same(folder: Path, about: Mapping[str, Any]) -> None:
     """Refuse to go on with a trial that was begun otherwise."""
     try:
         earlier = json.loads((folder / TRIAL).read_text(encoding="utf-8"))
+        before = plain_data(asdict(recipe_in(earlier)))
         pairs = [(earlier["model"]["fingerprint"], about["model"]["fingerprint"], "another model")]
         pairs += [(earlier["texts"], about["texts"], "another text")]
         pairs += [(earlier["measures"], about["measures"], "other measures")]
-        pairs += [
-            (earlier["recipe"][key], value, f"another {key}")
-            for key, value in about["recipe"].items()
-            if key not in FREE
-        ]
-        pairs.append((max(earlier["recipe"]["budgets"]), max(about["recipe"]["budgets"]), "another longest budget"))
+        pairs += [(before[key], value, f"another {key}") for key, value in about["recipe"].items() if key not in FREE]
+        pairs.append((max(before["budgets"]), max(about["recipe"]["budgets"]), "another longest budget"))
         pairs += [
             (plan, about["recipe"]["arms"].get(name, plan), f"another plan of arm {name}")
-            for name, plan in earlier["recipe"]["arms"].items()
+            for name, plan in before["arms"].items()
         ]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{str(folder / TRIAL)!r} is damaged ({error}): pass --force to begin anew") from error
-    for before, now, what in pairs:
-        if before != now:
+    for then, now, what in pairs:
+        if then != now:
             raise InputError(f"{str(folder)!r} was begun with {what}: resume with the same, or pass --force")
 
 
