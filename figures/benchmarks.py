@@ -15,7 +15,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 import tracer
-from tracer.benchmarks import CHANCE
+from tracer.benchmarks import BENCHMARKS, CHANCE
 from tracer.evaluation.results import ALL, MACRO, EvalResult
 from tracer.plots import write_figures
 from tracer.plots.style import BLACK, BLUE, ORANGE, style, write_caption
@@ -76,7 +76,7 @@ def draw(table: pd.DataFrame) -> Figure:
             right.plot(own["accuracy"], at, marker, color=colour, label="letter" if form == "A" else "space, letter")
             letters.plot(own["mass"], at, marker, color=colour)
         right.axvline(CHANCE, color=BLACK, linestyle=":", label="chance")
-        right.set_yticks(range(len(rows)), [f"{model}, {suite}" for model, suite in rows])
+        right.set_yticks(range(len(rows)), [f"{model}, {BENCHMARKS[suite].title}" for model, suite in rows])
         right.set_ylim(len(rows) - 0.5, -0.5)
         right.set_xlabel("accuracy (mean over subjects)")
         letters.set_xlabel("probability of the four letters together")
@@ -99,7 +99,10 @@ def spelt(table: pd.DataFrame) -> str:
     shown = pd.DataFrame(
         {
             "model": table["model"],
-            "benchmark": table["suite"],
+            "benchmark": [
+                f"{BENCHMARKS[suite].title} {form}"
+                for suite, form in zip(table["benchmark"], table["form"], strict=True)
+            ],
             "mean over": table["group"].map({MACRO: "subjects", ALL: "questions"}),
             "n": table["n"],
             "accuracy": [f"{a:.3f} [{b:.3f}, {c:.3f}]" for a, b, c in table[["accuracy", "low", "high"]].to_numpy()],
