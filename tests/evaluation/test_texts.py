@@ -131,7 +131,12 @@ def test_an_interval_of_a_ratio_covers_it_and_weighs_items_by_size() -> None:
     assert ratio_of_sums(np.ones(FEWEST - 1), np.ones(FEWEST - 1), seed=0, label="x").low is None
 
 
-def test_what_is_a_text(folder: Path, tmp_path: Path) -> None:
+def test_what_is_a_text(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("english", "ceval", "zoo/held", "mine"):  # folders that happen to be called so
+        (tmp_path / name).mkdir(parents=True)
+        assert is_text(name) is (name == "mine")
+        assert is_text(f"./{name}")
     (tmp_path / "probes.jsonl").write_text('{"prompt": "a", "target": "b"}\n')
     for name, wanted in (("new.jsonl", True), ("lines.txt", True), ("zoo/held", False), ("ceval", False)):
         assert is_text(str(folder / name) if "." in name else name) is wanted

@@ -76,7 +76,21 @@ def overrides(settings: Sequence[str]) -> dict[str, Any]:
     return {key: yaml_value(value) for key, value in (setting.split("=", 1) for setting in settings)}
 
 
-def show_example(package: str) -> None:
-    """Print the commented recipe that comes with a part of the package."""
-    path = Path(__file__).parents[1] / package / "example.yaml"
-    click.echo(path.read_text(encoding="utf-8"), nl=False)
+def recipe_named(recipe: str | None, example: bool, package: str) -> str | None:
+    """The recipe that a command was given; None where it was asked for an example, which is then printed.
+
+    Args:
+        recipe: as it was named.
+        example: whether the commented recipe that comes along is wanted.
+        package: the part of the package that it comes with.
+
+    Raises:
+        InputError: neither was named.
+    """
+    if example:
+        path = Path(__file__).parents[1] / package / "example.yaml"
+        click.echo(path.read_text(encoding="utf-8"), nl=False)
+        return None
+    if recipe is None:
+        raise InputError("no recipe was named: pass a YAML file, or --example for one")
+    return recipe

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from tracer.cli.options import LOAD_OPTIONS, model_options, names_of, overrides, show_example
+from tracer.cli.options import LOAD_OPTIONS, model_options, names_of, overrides, recipe_named
 from tracer.errors import InputError
 
 
@@ -117,11 +117,9 @@ def cpt(
       tracer cpt recipe.yaml --resume
       torchrun --nproc-per-node 2 -m tracer cpt recipe.yaml
     """
-    if example:
-        show_example("training")
+    named = recipe_named(recipe, example, "training")
+    if named is None:
         return
-    if recipe is None:
-        raise InputError("no recipe was named: pass a YAML file, or --example for one")
     from accelerate import PartialState
 
     from tracer.training.continuing import check_training
@@ -129,7 +127,7 @@ def cpt(
     from tracer.training.output import BEGUN
     from tracer.training.recipe import read_recipe
 
-    read = read_recipe(recipe, overrides(settings))
+    read = read_recipe(named, overrides(settings))
     began = time.time()
     try:
         if dry_run:

@@ -5,7 +5,7 @@ import sys
 
 import click
 
-from tracer.cli.options import overrides, show_example
+from tracer.cli.options import overrides, recipe_named
 from tracer.errors import InputError
 
 
@@ -54,17 +54,15 @@ def trial(
       tracer trial trial.yaml --resume --set seeds=8
       tracer trial trial.yaml --report
     """
-    if example:
-        show_example("trials")
+    named = recipe_named(recipe, example, "trials")
+    if named is None:
         return
-    if recipe is None:
-        raise InputError("no recipe was named: pass a YAML file, or --example for one")
     from tracer.trials import TrialResult
     from tracer.trials import trial as run_trial
     from tracer.trials.recipe import read_trial
     from tracer.trials.running import check_trial
 
-    read = read_trial(recipe, overrides(settings))
+    read = read_trial(named, overrides(settings))
     try:
         if dry_run:
             ready = check_trial(read, resume=resume, force=force, jobs=jobs, part=part, progress=not quiet)

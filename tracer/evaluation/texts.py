@@ -17,6 +17,7 @@ from tracer.evaluation.means import ratio_of_sums
 from tracer.models.plain import evaluating
 from tracer.models.tokens import TokenBatch
 from tracer.models.traced import TracedModel
+from tracer.probes.reading import is_shipped
 from tracer.runs import token_bar
 from tracer.text_sources import BUILDERS, TextSource, open_documents
 
@@ -51,7 +52,7 @@ class TokenizedText:
 
 def is_text(suite: object) -> TypeGuard[str | Path]:
     """Whether a suite is a text, and not a set of probes: by its name, of JSON Lines by the keys of the first."""
-    if not isinstance(suite, str | Path):
+    if not isinstance(suite, str | Path) or (isinstance(suite, str) and is_shipped(suite)):
         return False
     path = Path(suite).expanduser()
     if path.suffix.lower() != ".jsonl":

@@ -245,6 +245,11 @@ def read_probes(
     return probe_set if groups is None else probe_set.select(groups)
 
 
+def is_shipped(source: str) -> bool:
+    """Whether a text names shipped sets or a benchmark, whatever files of that name lie around."""
+    return source.partition(":")[0] in QUESTIONS or _shipped_paths(source) is not None
+
+
 def _split(names: str) -> list[str]:
     return [name.strip() for name in names.split(",") if name.strip()]
 
